@@ -297,11 +297,11 @@ def shard(
         return operator.shard(in_strategy, out_strategy, priority)
     if isinstance(operator, nn.Module):
         check_not_planned("shard()", operator)
-        held = operator.__dict__.get("shard")
-        if not isinstance(held, _ReShard):
-            held = _ReShard(_ModuleMark(operator), operator)
-            operator.__dict__["shard"] = held
-        return held(in_strategy, out_strategy, priority)
+        mark_method = operator.__dict__.get("shard")
+        if not isinstance(mark_method, _ReShard):
+            mark_method = _ReShard(_ModuleMark(operator), operator)
+            operator.__dict__["shard"] = mark_method
+        return mark_method(in_strategy, out_strategy, priority)
     return Operator(operator).shard(in_strategy, out_strategy, priority)
 
 
@@ -356,8 +356,8 @@ def recompute(
 class _ReShard:
     """The method ``module.shard(...)`` of a marked module."""
 
-    def __init__(self, held: _ModuleMark, module: nn.Module) -> None:
-        self.mark, self.module = held, module
+    def __init__(self, mark: _ModuleMark, module: nn.Module) -> None:
+        self.mark, self.module = mark, module
 
     def __call__(
         self,
@@ -374,27 +374,27 @@ _UNMARKED = frozenset({type(None), bool, int, float, str})
 _MAPPINGS = frozenset({dict, OrderedDict})
 
 
-def _held(net: nn.Module) -> Iterator[tuple[str, Operator]]:
+def _marked_operators(net: nn.Module) -> Iterator[tuple[str, Operator]]:
     """Every marked operator in a model, with its attribute path."""
     for path, module in net.named_modules():
         prefix = path + "." if path else ""
-        for attribute, held in vars(module).items():
-            kind = type(held)
-            if kind in _UNMARKED or (kind in _MAPPINGS and not held):
+        for attribute, value in vars(module).items():
+            kind = type(value)
+            if kind in _UNMARKED or (kind in _MAPPINGS and not value):
                 continue
-            if isinstance(held, Operator):
-                yield prefix + attribute, held
-            elif isinstance(held, _ReShard):
-                yield path or type(module).__name__, held.mark
-            elif isinstance(held, (list, tuple, dict)):
-                entries = held.items() if isinstance(held, dict) else enumerate(held)
+            if isinstance(value, Operator):
+                yield prefix + attribute, value
+            elif isinstance(value, _ReShard):
+                yield path or type(module).__name__, value.mark
+            elif isinstance(value, (list, tuple, dict)):
+                entries = value.items() if isinstance(value, dict) else enumerate(value)
                 yield from ((f"{prefix}{attribute}.{key}", e) for key, e in entries if isinstance(e, Operator))
 
 
 def mark_names(net: nn.Module) -> dict[int, str]:
     """``id(operator)`` -> the attribute path of the operator in the model: ``block.matmul1``."""
     names: dict[int, str] = {}
-    for path, operator in _held(net):
+    for path, operator in _marked_operators(net):
         names.setdefault(id(operator), path)
     return names
 
@@ -411,7 +411,9 @@ def note_planned(model: object, net: nn.Module, further: Iterable[Operator] = ()
         net: the network.
         further: operators that the forward finds elsewhere than in attributes of modules, such as globals.
     """
-    parts: Iterator[nn.Module | Operator] = chain(net.modules(), (operator for _, operator in _held(net)), further)
+    parts: Iterator[nn.Module | Operator] = chain(
+        net.modules(), (operator for _, operator in _marked_operators(net)), further
+    )
     for part in parts:
         _PLANNED.setdefault(part, weakref.WeakSet()).add(model)
 
@@ -436,7 +438,7 @@ def check_not_planned(call: str, target: nn.Module | nn.Parameter | Operator) ->
         if not isinstance(target, nn.Parameter):
             return bool(_PLANNED.get(target))
         parts = [part for part, models in _PLANNED.items() if models and isinstance(part, nn.Module)]
-        return any(held is target for part in parts for held in parameter_table(part).values())
+        return any(parameter is target for part in parts for parameter in parameter_table(part).values())
 
     if is_collecting() or not planned():
         return
@@ -571,10 +573,10 @@ def set_stage(module: nn.Module, stage: int) -> nn.Module:
         raise SettingError(f"set_stage: {module!r} is not an nn.Module", legal="a module of the model")
     check_not_planned("set_stage()", module)
     _check_number("set_stage", stage)
-    held = vars(module).setdefault(_STAGE, stage)
-    if held != stage:
+    known = vars(module).setdefault(_STAGE, stage)
+    if known != stage:
         raise SettingError(
-            f"set_stage: a {type(module).__name__} in stage {held} is put into stage {stage} too",
+            f"set_stage: a {type(module).__name__} in stage {known} is put into stage {stage} too",
             legal="one stage for each module",
         )
     return module

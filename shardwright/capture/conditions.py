@@ -133,8 +133,8 @@ class Conditions:
         if not named and not self._tensors:
             return made
         for module in modules:
-            for held in (*parameter_table(module).values(), *buffer_table(module).values()):
-                named.pop(id(held), None)
+            for own in (*parameter_table(module).values(), *buffer_table(module).values()):
+                named.pop(id(own), None)
         compared = {key: (f"a tensor of shape {list(x.shape)}", x) for key, x in self._tensors.items()}
         beside: list[torch.Tensor] = []
         live = _live(graph)
@@ -178,7 +178,7 @@ def path_of(places: Iterable[GuardedPlace], tensor: object) -> str | None:
         return None
     memory = memory_of(tensor)
     found = (named for place in places for named in _tensors_in(place.get(), place.path, set()))
-    return next((path for path, held in found if memory_of(held) == memory), None)
+    return next((path for path, candidate in found if memory_of(candidate) == memory), None)
 
 
 def _values(tensor: torch.Tensor) -> str:

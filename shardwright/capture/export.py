@@ -308,17 +308,17 @@ def _graphs(
     """
     graphs: list[Graph] = []
     while len(graphs) < len(calls):
-        left = calls[len(graphs) :]
+        remaining = calls[len(graphs) :]
         made: list[Captured] = []
         if programs:
             with Work("capture of the model at other sizes"):
-                made, reason = captured(left, programs=programs)
+                made, reason = captured(remaining, programs=programs)
             if reason is not None:
                 _LOG.info("the model is exported anew: %s", str(reason).partition("\n")[0])
-        if len(made) < len(left):
+        if len(made) < len(remaining):
             with Work("capture of the model"):
-                made += captured([left[len(made)]])[0]
-        for one, call in zip(made, left):
+                made += captured([remaining[len(made)]])[0]
+        for one, call in zip(made, remaining):
             if one.program not in programs or (recording is not None and recording.why):
                 with Work("second run of the model"):
                     check_again(one, partial(captured, [call], later=True))

@@ -184,16 +184,16 @@ class GraphReader(InPlaceReader):
         for mark_path in self.mark_names.values():
             self.used.add(mark_path)
         result = self.walk(self.program.graph, self.program.graph_module)
-        kept = [
+        outputs = [
             self.leaf(r)
             for r, spec in zip(result, signature.output_specs, strict=True)
             if spec.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
         ]
         if self.assigned:
-            self.updates.update(zip(self.assigned, values_in(kept[-len(self.assigned) :]), strict=True))
-            del kept[-len(self.assigned) :]
+            self.updates.update(zip(self.assigned, values_in(outputs[-len(self.assigned) :]), strict=True))
+            del outputs[-len(self.assigned) :]
         changed = self.changed_inputs([v.name for v in inputs])
-        kept += changed.values()
+        outputs += changed.values()
         self.read_ops = recomputed_ops(self.ops, self.regions, self.spans, self.mark_names)
         graph = Graph(
             tuple(inputs),
@@ -201,7 +201,7 @@ class GraphReader(InPlaceReader):
             buffers,
             constants,
             tuple(self.read_ops),
-            tuple(kept),
+            tuple(outputs),
             self.program.call_spec.in_spec,
             self.out_spec,
             self.updates,
@@ -243,13 +243,13 @@ class GraphReader(InPlaceReader):
             if name in memories and memories[name].version
         }
 
-    def leaf(self, held: object) -> object:
-        return self.read(held) if isinstance(held, Cell) else held
+    def leaf(self, result: object) -> object:
+        return self.read(result) if isinstance(result, Cell) else result
 
     def read(self, cell: Cell) -> Value:
         return self.writer.read(cell.view)
 
-    def walk(self, graph: torch.fx.Graph, owner: torch.fx.GraphModule, inner: bool = False) -> list[object]:
+    def walk(self, graph: torch.fx.Graph, owner: torch.fx.GraphModule, nested: bool = False) -> list[object]:
         """Read the nodes of a program, or of a region inside it; its results."""
         for node in regions(graph.nodes):
             if isinstance(node, list):
@@ -260,7 +260,7 @@ class GraphReader(InPlaceReader):
             if node.op == "get_attr":
                 self.cells[node] = getattr(owner, str(node.target))
             elif node.op == "output":
-                results = _branches(node.args[0]) if inner else self.nodes.outputs(_branches(node.args[0]))
+                results = _branches(node.args[0]) if nested else self.nodes.outputs(_branches(node.args[0]))
                 return [self.cells[a] if isinstance(a, torch.fx.Node) else a for a in results]
             elif node.op == "call_function":
                 try:
@@ -367,7 +367,7 @@ class GraphReader(InPlaceReader):
         for placeholder, node in zip((n for n in program.graph.nodes if n.op == "placeholder"), taken):
             self.cells[placeholder] = self.cells[node]
         outside, self.casting = self.casting, Autocast()  # the casts of the region are already written out
-        self.cells.update(zip(made, self.walk(program.graph, program, inner=True)))
+        self.cells.update(zip(made, self.walk(program.graph, program, nested=True)))
         self.casting = outside
 
     def inlined(self, node: torch.fx.Node, sub: torch.fx.Node, args: Sequence[torch.fx.node.Argument]) -> list[object]:
@@ -381,7 +381,7 @@ class GraphReader(InPlaceReader):
             else:
                 self.cells[placeholder] = argument
                 self.nodes.passed(placeholder, argument)
-        results = self.walk(owner.graph, owner, inner=True)
+        results = self.walk(owner.graph, owner, nested=True)
         (end,) = (n for n in owner.graph.nodes if n.op == "output")
         outputs = _branches(end.args[0])
         self.nodes.passed(node, [self.nodes.made(a) if isinstance(a, torch.fx.Node) else a for a in outputs])
@@ -546,11 +546,11 @@ class GraphReader(InPlaceReader):
     def taken(self, tree: object) -> object:
         """Nested arguments with values in place of nodes, which are noted in `tensor_nodes`."""
         if type(tree) is torch.fx.Node:
-            held = self.cells[tree]
-            if not isinstance(held, Cell):
-                return held
+            found = self.cells[tree]
+            if not isinstance(found, Cell):
+                return found
             self.tensor_nodes.append(tree)
-            return self.read(held)
+            return self.read(found)
         if isinstance(tree, (list, tuple)):
             return type(tree)([self.taken(branch) for branch in tree])
         return {name: self.taken(branch) for name, branch in tree.items()} if isinstance(tree, dict) else tree

@@ -71,7 +71,7 @@ class GraphTemplate:
             node stands for.
         steps: its further nodes.
         outputs: the outputs of the program: nodes and plain values.
-        kept: for each of these, True where it is an output of the graph.
+        are_outputs: for each of these, True where it is an output of the graph.
         settings: what decided the reading besides the program, for a comparison.
     """
 
@@ -81,11 +81,11 @@ class GraphTemplate:
         sources: Sequence[tuple[Node, InputSpec, object]],
         steps: Sequence[Step],
         outputs: Sequence[object],
-        kept: Sequence[bool],
+        are_outputs: Sequence[bool],
         settings: object,
     ) -> None:
         self._graph, self._sources, self._steps = graph, sources, steps
-        self._outputs, self._kept, self._settings = outputs, kept, settings
+        self._outputs, self._are_outputs, self._settings = outputs, are_outputs, settings
         forms: dict[Form, Form] = {}
         self._forms = [
             None if step.op is None else forms.setdefault(form_of(step.op), form_of(step.op)) for step in steps
@@ -119,11 +119,11 @@ class GraphTemplate:
             isinstance(c, FakeTensor) for c in program.constants.values()
         ):
             return None
-        there = {id(op) for op in graph.ops}
-        steps = [step if i is None or id(ops[i]) not in there else step._replace(op=ops[i]) for step, i in read]
+        in_graph = {id(op) for op in graph.ops}
+        steps = [step if i is None or id(ops[i]) not in in_graph else step._replace(op=ops[i]) for step, i in read]
         (end,) = (n for n in program.graph.nodes if n.op == "output")
-        kept = [spec.kind in _RETURNED for spec in program.graph_signature.output_specs]
-        return cls(graph, sources, steps, list(end.args[0]), kept, settings)
+        are_outputs = [spec.kind in _RETURNED for spec in program.graph_signature.output_specs]
+        return cls(graph, sources, steps, list(end.args[0]), are_outputs, settings)
 
     def graph(self, nodes: AsExported, settings: object) -> Graph | None:
         """The graph of the program at other sizes; None where the program has to be read anew.
@@ -185,7 +185,9 @@ class GraphTemplate:
                 else:
                     forms[alike] = form_of(op)
         returned = [
-            values[x] if type(x) is Node else x for x, kept in zip(nodes.outputs(self._outputs), self._kept) if kept
+            values[x] if type(x) is Node else x
+            for x, is_output in zip(nodes.outputs(self._outputs), self._are_outputs)
+            if is_output
         ]
         return replace(self._graph, inputs=tuple(inputs), ops=tuple(ops), outputs=tuple(returned))
 

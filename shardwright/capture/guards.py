@@ -118,11 +118,11 @@ class Guards:
         self._parameters = [p for _, m in self._modules for p in parameter_table(m).values() if p is not None]
         self._trained = list(map(_requires_grad, self._parameters))
         named = [
-            (f"{path}.{key}", held)
+            (f"{path}.{key}", tensor)
             for path, module in self._modules
             for table in (parameter_table(module), buffer_table(module))
-            for key, held in table.items()
-            if held is not None
+            for key, tensor in table.items()
+            if tensor is not None
         ]
         found = {
             place.identity: place
@@ -142,7 +142,7 @@ class Guards:
         for place in list(found.values()):
             self._contain(place.get(), place.path, seen, found, named)
         self._tensor_paths = [path for path, _ in named]
-        self._tensors = [held for _, held in named]
+        self._tensors = [tensor for _, tensor in named]
         self._dtypes, self._shapes = list(map(_dtype, self._tensors)), list(map(_shape, self._tensors))
         places = list(found.values())
         self._dict_places = [p for p in places if isinstance(p.owner, dict)]
@@ -156,17 +156,17 @@ class Guards:
         self._cell_places = [p for p in places if isinstance(p.owner, types.CellType)]
         self._cells = [p.owner for p in self._cell_places]
         self._cell_values = [p.get() for p in self._cell_places]
-        self._others = [(p, p.get()) for p in places if not isinstance(p.owner, (dict, type, types.CellType))]
+        self._object_places = [(p, p.get()) for p in places if not isinstance(p.owner, (dict, type, types.CellType))]
         # Most of the others are attributes, such as the defaults of functions: each is read of all its owners at once.
         by_name: dict[str, list[tuple[GuardedPlace, object]]] = {}
         self._asked: list[tuple[GuardedPlace, object]] = []
-        for place, value in self._others:
+        for place, value in self._object_places:
             name = place.key
             is_attribute = isinstance(name, str) and name is not CALLED and value is not MISSING
             (by_name.setdefault(str(name), []) if is_attribute else self._asked).append((place, value))
         self._attributes = [
-            (attrgetter(name), [place.owner for place, _ in held], [value for _, value in held])
-            for name, held in by_name.items()
+            (attrgetter(name), [place.owner for place, _ in pairs], [value for _, value in pairs])
+            for name, pairs in by_name.items()
         ]
 
     def _contain(
@@ -188,18 +188,18 @@ class Guards:
         if isinstance(value, torch.Tensor):
             named.append((path, value))
             return
-        held: tuple[object, ...]
+        parts: tuple[object, ...]
         if isinstance(value, tuple):
-            held = value
+            parts = value
         elif isinstance(value, functools.partial):
-            held = value.args, value.keywords
+            parts = value.args, value.keywords
         elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
-            held = (value.__self__,)
+            parts = (value.__self__,)
         elif is_simple(value) or id(value) in seen:
             return
         elif isinstance(value, contextvars.ContextVar):
             seen.add(id(value))
-            held = (value.get(None),)
+            parts = (value.get(None),)
             self._states.append((value, state_of(value) or (), path))
         elif not isinstance(value, CONTAINERS):
             seen.add(id(value))
@@ -209,13 +209,13 @@ class Guards:
             return
         else:
             seen.add(id(value))
-            held = entries(value)
-            self._containers.append((value, held, path))
+            parts = entries(value)
+            self._containers.append((value, parts, path))
             if isinstance(value, dict):
-                places = [GuardedPlace(value, key, f"{path}[{key!r}]") for key in held]
+                places = [GuardedPlace(value, key, f"{path}[{key!r}]") for key in parts]
                 found.update((p.identity, p) for p in places if p.identity not in self._counters)
-                held = tuple(dict.values(value))
-        for entry in held:
+                parts = tuple(dict.values(value))
+        for entry in parts:
             self._contain(entry, path, seen, found, named)
 
     def hold(self) -> bool:
@@ -237,10 +237,10 @@ class Guards:
                     map(is_, map(_class_get, self._classes, self._class_names, repeat(MISSING)), self._class_values)
                 )
                 and all(map(is_, map(_cell_contents, self._cells), self._cell_values))
-                and all(_identical(entries(held), was) for held, was, _ in self._containers)
+                and all(_identical(entries(container), was) for container, was, _ in self._containers)
                 and all(all(map(is_, map(get, owners), was)) for get, owners, was in self._attributes)
                 and all(same(was, place.get()) for place, was in self._asked)
-                and all(equal_states(state_of(held), was) for held, was, _ in self._states)
+                and all(equal_states(state_of(value), was) for value, was, _ in self._states)
                 and all(condition.ask() == condition.answer for condition in self._conditions)
             )
         except (ValueError, AttributeError):  # an empty cell, or a deleted attribute
@@ -271,7 +271,7 @@ class Guards:
             *zip(self._dict_places, self._values),
             *zip(self._class_places, self._class_values),
             *zip(self._cell_places, self._cell_values),
-            *self._others,
+            *self._object_places,
         ]
         for place, before in recorded:
             now = place.get()
@@ -279,8 +279,8 @@ class Guards:
                 if (is_simple(before) and is_simple(now)) or before is MISSING or now is MISSING:
                     return f"{place.path} was {spelled(before)} and is {spelled(now)}"
                 return f"{place.path} is another object: {spelled(now)}"
-        for held, before, path in self._containers:
-            now = entries(held)
+        for container, before, path in self._containers:
+            now = entries(container)
             if len(before) != len(now) or not all(map(same, before, now)):
                 return f"{path} holds something else than it did"
         for value, before, path in self._states:
@@ -293,10 +293,10 @@ class Guards:
         self._values = [p.get() for p in self._dict_places]
         self._class_values = [p.get() for p in self._class_places]
         self._cell_values = [p.get() for p in self._cell_places]
-        self._others = [(p, p.get()) for p, _ in self._others]
+        self._object_places = [(p, p.get()) for p, _ in self._object_places]
         self._asked = [(p, p.get()) for p, _ in self._asked]
         self._attributes = [(get, owners, list(map(get, owners))) for get, owners, _ in self._attributes]
-        self._containers = [(held, entries(held), path) for held, _, path in self._containers]
+        self._containers = [(container, entries(container), path) for container, _, path in self._containers]
         return None
 
     def retyped(self) -> str | None:
@@ -345,8 +345,8 @@ class Guards:
         return next(
             f"{path}.{key}"
             for (path, _), table in zip(self._paths, self._tables)
-            for key, held in table.items()
-            if held is parameter
+            for key, tensor in table.items()
+            if tensor is parameter
         )
 
 

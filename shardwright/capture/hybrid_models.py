@@ -114,10 +114,10 @@ def check_held(holder: nn.Module, devices: int, processes: bool) -> None:
         SettingError: a rank-local parameter that holds another number of slices.
     """
     for name, parameter in holder.named_parameters():
-        held = stacked(parameter)
-        if is_own(parameter) and held != (None if processes else devices) and not (devices == 1 and held is None):
+        slices = stacked(parameter)
+        if is_own(parameter) and slices != (None if processes else devices) and not (devices == 1 and slices is None):
             raise SettingError(
-                f"the parameter {name!r} is layerwise_parallel and holds the slices of {held or 1} ranks; "
+                f"the parameter {name!r} is layerwise_parallel and holds the slices of {slices or 1} ranks; "
                 f"{'a process' if processes else 'one process'} needs those of {1 if processes else devices}",
                 legal="sw.layerwise_parallel(lambda rank: this rank's slice), after sw.init",
             )
@@ -148,7 +148,7 @@ def one_slice(holder: nn.Module) -> Iterator[None]:
 _DISTRIBUTED = torch.__file__.rsplit("/", 1)[0] + "/distributed/"
 
 #: The beginning of a name in torch.distributed -> the way to write it here; the first that fits counts.
-_HERE = {
+_ALTERNATIVES = {
     "all_reduce": "sw.ops.all_reduce(x)",
     "allreduce": "sw.ops.all_reduce(x)",
     "all_gather": "sw.ops.all_gather(x, dim)",
@@ -188,7 +188,7 @@ def refused_collective(called: BaseException | str, source: str | None = None) -
         first = next((i for i, (file, _, _) in enumerate(frames) if file.startswith(_DISTRIBUTED)), 0)
         source = user_frame([(file, line) for file, _, line in frames[:first] if "/site-packages/" not in file]) or None
     for name in names:
-        alternative = next((text for start, text in _HERE.items() if name.lstrip("_").startswith(start)), None)
+        alternative = next((text for start, text in _ALTERNATIVES.items() if name.lstrip("_").startswith(start)), None)
         if alternative is not None:
             return CaptureError(
                 f"the forward calls {name} of torch.distributed; the ranks of a parallel model meet in sw.ops alone, "

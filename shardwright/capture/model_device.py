@@ -66,7 +66,7 @@ def place_of(module: nn.Module) -> tuple[_TensorTable, str, torch.device] | None
     """The table and the name of the first parameter, or else buffer, and its device; None: there is none."""
     tables: Iterator[_TensorTable]
     tables = (table(part) for table in (parameter_table, buffer_table) for part in module.modules())
-    return next(((t, name, held.device) for t in tables for name, held in t.items() if held is not None), None)
+    return next(((t, name, tensor.device) for t in tables for name, tensor in t.items() if tensor is not None), None)
 
 
 def usable(device: torch.device | str, *modules: object) -> torch.device:

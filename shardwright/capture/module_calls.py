@@ -183,15 +183,15 @@ _REDIRECTED: list[tuple[Mapping[nn.Module, Callable[..., object]], bool]] = []
 
 
 @contextlib.contextmanager
-def redirected(calls: Mapping[nn.Module, Callable[..., object]], others: bool = True) -> Iterator[None]:
+def redirected(calls: Mapping[nn.Module, Callable[..., object]], others_allowed: bool = True) -> Iterator[None]:
     """Let ``module(...)`` be a call of ``calls[module]``, hooks included, inside the ``with`` block.
 
     Args:
         calls: module -> the function.
-        others: False where no other module with trained parameters may be called; see `refuses_others`.
+        others_allowed: False where no other module with trained parameters may be called; see `refuses_others`.
     """
     before = {module: vars(module).get(CALLED_INSTEAD) for module in calls}
-    _REDIRECTED.append((calls, others))
+    _REDIRECTED.append((calls, others_allowed))
     try:
         _put(calls)
         yield
@@ -215,7 +215,7 @@ def as_written() -> Iterator[None]:
 
 def refuses_others() -> bool:
     """True inside of a `redirected` block beside whose modules no others with trained parameters may be called."""
-    return not all(others for _, others in _REDIRECTED)
+    return not all(others_allowed for _, others_allowed in _REDIRECTED)
 
 
 def _put(calls: Mapping[nn.Module, Callable[..., object] | None]) -> None:
@@ -304,21 +304,21 @@ def outermost_left_out(net: nn.Module, root: nn.Module, forward: bool, around: b
         around: True where any hooks run around the program. False: only the hooks of all modules are changed; they skip
             `root` where `root` is not the user's module.
     """
-    kept: list[tuple[dict[int, object], dict[int, object]]] = []
+    saved: list[tuple[dict[int, object], dict[int, object]]] = []
     for table in (hooks_of(net).forward_pre, hooks_of(net).forward) if forward else (hooks_of(net).forward_pre,):
         if around:
-            kept.append((table, OrderedDict(table)))
+            saved.append((table, OrderedDict(table)))
             for number in [n for n, hook in table.items() if not isinstance(getattr(hook, "__self__", None), Operator)]:
                 del table[number]
     left_out = root if around or root is not net else None
     for table in (hooks_of_all_modules().forward_pre, hooks_of_all_modules().forward):
-        kept.append((table, OrderedDict(table)))
+        saved.append((table, OrderedDict(table)))
         for number, hook in table.items():
             table[number] = _but_for(left_out, hook)
     try:
         yield
     finally:
-        for table, before in kept:
+        for table, before in saved:
             table.clear()
             table.update(before)
 

@@ -367,9 +367,9 @@ class Observation(NamedReads):
         self._paths.setdefault(id(value), path)
         if isinstance(value, nn.Module):
             if id(vars(value)) not in self._paths:  # a module outside of the model
-                for inner, module in value.named_modules():
-                    self._modules.append((f"{path}.{inner}" if inner else path, module))
-                    self._space(vars(module), f"{path}.{inner}" if inner else path, module)
+                for subpath, module in value.named_modules():
+                    self._modules.append((f"{path}.{subpath}" if subpath else path, module))
+                    self._space(vars(module), f"{path}.{subpath}" if subpath else path, module)
                     self._lineage(type(module), built=True)
         elif isinstance(value, weakref.ref):
             self.repeatable = False

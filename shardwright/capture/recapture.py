@@ -294,10 +294,10 @@ class LightRun:
         move = self._calls[-1]
         if move.target is aten.to.device and type(move.args[0]) is torch.Tensor:
             with self._beneath():
-                held = move.target(*move.args, **move.kwargs)
-            if held.device == move.args[0].device:
+                moved = move.target(*move.args, **move.kwargs)
+            if moved.device == move.args[0].device:
                 self._calls.pop()
-                return (held,)
+                return (moved,)
         return args
 
     def _results(
@@ -486,9 +486,9 @@ class AsRun(AsExported):
         raise Differs("torch.vmap is traced again")
 
     def outputs(self, nodes: Sequence[object]) -> list[object]:
-        left = next((c for c in self._calls if c.target is not aten.detach.default), None)
-        if left is not None:
-            raise Differs(f"the forward calls {left.target} at its end")
+        remaining = next((c for c in self._calls if c.target is not aten.detach.default), None)
+        if remaining is not None:
+            raise Differs(f"the forward calls {remaining.target} at its end")
         if len(nodes) != len(self._outputs):
             raise Differs("the forward returns another number of values")
         for node, made in zip(nodes, self._outputs):

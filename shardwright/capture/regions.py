@@ -111,8 +111,8 @@ class Applied:
         return made[0] if len(made) == 1 else tuple(made)
 
     def __repr__(self) -> str:
-        others = [x for i, x in enumerate(self.leaves) if i not in self.places]
-        return f"{self.__qualname__}{re.sub(r' at 0x[0-9a-fA-F]+', '', repr(others)) if others else ''}"
+        constants = [x for i, x in enumerate(self.leaves) if i not in self.places]
+        return f"{self.__qualname__}{re.sub(r' at 0x[0-9a-fA-F]+', '', repr(constants)) if constants else ''}"
 
 
 #: Calls seen by the current capture, with the fake tensors that they return; None outside of a capture.
@@ -589,24 +589,24 @@ def regions(nodes: Iterable[torch.fx.Node]) -> Iterator[torch.fx.Node | list[tor
 
 
 def written_out(
-    region: list[torch.fx.Node], held: Callable[[torch.fx.Node], object]
+    region: list[torch.fx.Node], value_of: Callable[[torch.fx.Node], object]
 ) -> tuple[torch.fx.GraphModule, list[torch.fx.Node], list[torch.fx.Node]]:
     """A vmap region as a program of its own.
 
     Args:
         region: the nodes of the region.
-        held: the value, or the plain constant, of a node outside of the region.
+        value_of: the value, or the plain constant, of a node outside of the region.
 
     Returns:
         The program; the nodes whose values it takes; the nodes that it produces.
     """
     inside = set(region)
     outside = dict.fromkeys(a for node in region for a in node.all_input_nodes if a not in inside)
-    taken = {node: value for node in outside if isinstance(value := held(node), Value)}
+    taken = {node: value for node in outside if isinstance(value := value_of(node), Value)}
     made = [node for node in region if any(user not in inside for user in node.users)]
 
     def run(*tensors: torch.Tensor) -> list[object]:
-        env: dict[torch.fx.Node, Any] = {node: held(node) for node in outside} | dict(zip(taken, tensors))
+        env: dict[torch.fx.Node, Any] = {node: value_of(node) for node in outside} | dict(zip(taken, tensors))
         for node in region:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
             assert callable(node.target)

@@ -140,11 +140,11 @@ def difference(first: Graph, second: Graph) -> ProgramDifference | None:
     for a, b in zip(first.ops, second.ops):
         if a is b:
             continue
-        (mine, bound), (theirs, others) = _called(a), _called(b)
+        (mine, bound), (theirs, other_bound) = _called(a), _called(b)
         if (mine, a.module, len(a.inputs), a.source) != (theirs, b.module, len(b.inputs), b.source):
             one, other = (f"{op.kind} ({op.source})" for op in (a, b))
             return ProgramDifference(_both(f"the forward calls {one}", other), a.source or b.source)
-        found = _first_unlike((a.args, a.kwargs, bound), (b.args, b.kwargs, others))
+        found = _first_unlike((a.args, a.kwargs, bound), (b.args, b.kwargs, other_bound))
         if found is not None:
             return ProgramDifference(_both(f"{a.kind} is called with {_text(found[0])}", _text(found[1])), a.source)
         outputs = [(x, y) for x, y in zip(a.outputs, b.outputs) if _form(x) != _form(y)]

@@ -461,12 +461,14 @@ class NumberEffects:
     read: list[tuple[GuardedPlace, object]] = field(default_factory=list)
 
 
-def numbered(outcome: ForwardOutcome, again: ForwardOutcome, counters: Mapping[GuardedPlace, Counter]) -> NumberEffects:
+def numbered(
+    outcome: ForwardOutcome, second: ForwardOutcome, counters: Mapping[GuardedPlace, Counter]
+) -> NumberEffects:
     """Classify the changed numbers of a capture by a second capture with counters; add them to `outcome.effects`.
 
     Args:
         outcome: of the first capture.
-        again: of the second capture.
+        second: of the second capture.
         counters: place -> the counter that replaced its number in the second capture.
 
     Returns:
@@ -475,7 +477,7 @@ def numbered(outcome: ForwardOutcome, again: ForwardOutcome, counters: Mapping[G
     Raises:
         Blamed: a number that is a counter and has another use.
     """
-    found = {place.identity: new for place, _, new in again.numbers}
+    found = {place.identity: new for place, _, new in second.numbers}
     numbers = NumberEffects()
     for place, old, new in outcome.numbers:
         end, was = found.get(place.identity), counters[place]

@@ -38,7 +38,7 @@ from ..rules.loss import ctc_losses
 from ..torch_private import COMPILER, AdaptiveOutput, hooks_of, hooks_of_all_modules
 from .hybrid_models import refused_collective
 from .observed.places import GuardedPlace
-from .observed.stand_ins import by_user, frames, held_by
+from .observed.stand_ins import by_user, frames, original_of
 from .side_effects import Effects, Logged, Printed, TextStream
 from .source_lines import calling_line
 
@@ -110,7 +110,7 @@ def watched_calls(effects: Effects, running: Callable[[], bool], seen: Files) ->
     plain_handle = logging.Logger.handle
 
     def print_(*args: object, **kwargs: object) -> None:
-        file = held_by(kwargs.get("file"))
+        file = original_of(kwargs.get("file"))
         if file is None or isinstance(file, _Stream) or not running() or not by_user():
             plain_print(*args, **kwargs)
             return
@@ -272,8 +272,8 @@ def _ctc_loss(
     if alone:
         log_probs, targets = log_probs.unsqueeze(1), targets.unsqueeze(0)
     lengths = []
-    for held in (input_lengths, target_lengths):
-        made = torch.as_tensor(held, device=targets.device).reshape(-1)
+    for numbers in (input_lengths, target_lengths):
+        made = torch.as_tensor(numbers, device=targets.device).reshape(-1)
         if made.shape[0] != log_probs.shape[1]:
             raise CaptureError(
                 f"ctc_loss of {log_probs.shape[1]} rows with {made.shape[0]} lengths",

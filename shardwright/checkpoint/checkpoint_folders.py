@@ -416,7 +416,7 @@ class _Lock:
         }
 
     @property
-    def held(self) -> bool:
+    def is_ours(self) -> bool:
         """True while the file is this process's own."""
         return _read(self.file).get("id") == self.document["id"]
 
@@ -477,7 +477,7 @@ class _Lock:
 
     def release(self) -> None:
         """Remove the file, if it is this process's own."""
-        if self.held:
+        if self.is_ours:
             with contextlib.suppress(OSError):
                 self.file.unlink()
 
@@ -581,7 +581,7 @@ def hold(folder: Path, model: object) -> None:
     if _read(Path(key) / LOCK).get("id") in _inherited:
         return
     lock = _locks.get(key)
-    if lock is None or not lock.held:
+    if lock is None or not lock.is_ours:
         made = _Lock(Path(key))
         made.take()
         with _guard:

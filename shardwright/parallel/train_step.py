@@ -426,7 +426,7 @@ class StepFunction:
         several = main.in_processes  # where each rank would train a module that is not parallel by itself
         if several:
             refuse_calls_of_parts()
-        with redirected(calls, others=not several), running(_Run(self, main)):
+        with redirected(calls, others_allowed=not several), running(_Run(self, main)):
             result = self.function(*args, **kwargs)
         if not self._came or self._infers:
             raise SettingError(

@@ -467,16 +467,16 @@ def _sends(plan: Plan, units: Units, cluster: Cluster) -> np.ndarray:
 def _shared(plan: Plan, units: Units, cluster: Cluster) -> tuple[tuple[int, int, float, float], ...]:
     """(home, unit, bytes, seconds) of the parameters that units read besides their home."""
     out, costs = [], CostModel(cluster)
-    for instance in plan.program.parameters.values():
-        name = instance.value.name
+    for parameter in plan.program.parameters.values():
+        name = parameter.value.name
         for unit in units.consumers.get(name, ())[1:]:
-            nbytes = instance.local_bytes
+            nbytes = parameter.local_bytes
             out.append(
                 (
                     units.homes[name],
                     unit,
-                    float(nbytes * (1 + instance.value.requires_grad)),
-                    _sent(costs, plan.devices, nbytes) * instance.value.requires_grad,
+                    float(nbytes * (1 + parameter.value.requires_grad)),
+                    _sent(costs, plan.devices, nbytes) * parameter.value.requires_grad,
                 )
             )
     return tuple(out)

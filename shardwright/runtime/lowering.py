@@ -126,9 +126,9 @@ def lower(plan: Plan, pipeline: PipelinePlan | None = None) -> Lowered:
     env: dict[str, Node] = {}
     taken: set[str] = set()
 
-    def enter(instance: PlacedValue) -> None:
-        node = env[instance.name] = Node(_identifier(instance.name, taken), "placeholder")
-        node.meta["instance"] = instance
+    def enter(placed: PlacedValue) -> None:
+        node = env[placed.name] = Node(_identifier(placed.name, taken), "placeholder")
+        node.meta["instance"] = placed
         nodes.append(node)
 
     def call(target: Any, *args: Node) -> Node:
@@ -137,12 +137,12 @@ def lower(plan: Plan, pipeline: PipelinePlan | None = None) -> Lowered:
         return node
 
     for table in (program.parameters, program.buffers, program.constants):
-        for instance in table.values():
-            enter(instance)
+        for placed in table.values():
+            enter(placed)
     if program.seed is not None:
         enter(program.seed)
-    for instance in program.inputs:
-        enter(instance)
+    for placed in program.inputs:
+        enter(placed)
     for instruction in program.instructions:
         if isinstance(instruction, LocalOp):
             _compute(nodes, env, instruction)
@@ -255,10 +255,10 @@ def _compute(nodes: list[Node], env: dict[str, Node], instruction: LocalOp) -> N
         env[sole.name] = node
         node.meta["instance"] = sole
         return
-    for i, instance in enumerate(instruction.outputs):
-        if instance is not None:
-            item = env[instance.name] = Node(f"%{len(nodes)}", "call_function", _item, (node, i), {}, (node,))
-            item.meta["instance"] = instance
+    for i, placed in enumerate(instruction.outputs):
+        if placed is not None:
+            item = env[placed.name] = Node(f"%{len(nodes)}", "call_function", _item, (node, i), {}, (node,))
+            item.meta["instance"] = placed
             nodes.append(item)
 
 

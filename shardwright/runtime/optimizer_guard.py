@@ -222,8 +222,8 @@ def _calls_first(optimizer: torch.optim.Optimizer, nets: Sequence[nn.Module]) ->
     made_by = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
     if not (dist.is_available() and dist.is_initialized()) or made_by not in vars(torch.optim).values():
         return False
-    held = {p for group in optimizer.param_groups for p in group["params"]}
-    return any(p in held for net in nets for p in net.parameters())
+    parameters = {p for group in optimizer.param_groups for p in group["params"]}
+    return any(p in parameters for net in nets for p in net.parameters())
 
 
 def _look(optimizer: torch.optim.Optimizer, net: nn.Module) -> None:

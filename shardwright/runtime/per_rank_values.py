@@ -82,8 +82,8 @@ def handings(plan: Plan, processes: bool, mean: bool) -> list[Callable[[Tensor],
         mean: True where gradients are those of the mean of the losses that the ranks compute; False for their sum.
     """
     out: list[Callable[[Tensor], Tensor] | None] = []
-    for output, instance in zip(plan.graph.outputs, plan.program.outputs):
-        apart = isinstance(output, Value) and len(instance.value.shape) > len(output.shape)
+    for output, placed in zip(plan.graph.outputs, plan.program.outputs):
+        apart = isinstance(output, Value) and len(placed.value.shape) > len(output.shape)
         if not apart:
             out.append(None)
         elif processes:

@@ -626,9 +626,9 @@ def _shapes(plan: PipelinePlan) -> list[tuple[int, ...] | None]:
     """The shape of each output of the model on a rank, once micro-batches are put together."""
     out: list[tuple[int, ...] | None] = [None] * len(plan.graph.outputs)
     for stage in plan.stages:
-        for index, instance in zip(stage.results, stage.plan.program.outputs):
+        for index, placed in zip(stage.results, stage.plan.program.outputs):
             how, dim = plan.micro.join(index)
-            shape = list(instance.local_shape)
+            shape = list(placed.local_shape)
             if how == "cat":
                 shape[dim] *= plan.micro_batches
             out[index] = tuple(shape)

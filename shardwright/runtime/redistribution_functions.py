@@ -75,8 +75,8 @@ class RedistributionFunction(torch.autograd.Function):
             if ctx.parameter:
                 refuse_graph(ctx.parameter)
             # The steps may write to their input (`partition.in_place_sums`), and that of a further backward is read.
-            back, there = ((torch.clone, *steps) if steps else () for steps in (ctx.steps, ctx.forwards))
-            return RedistributionFunction.apply(gradient, back, there), None, None, None
+            back, forwards = ((torch.clone, *steps) if steps else () for steps in (ctx.steps, ctx.forwards))
+            return RedistributionFunction.apply(gradient, back, forwards), None, None, None
         return run_steps(gradient, ctx.steps), None, None, None
 
 

@@ -519,10 +519,10 @@ def test_work_that_is_done_alike_is_looked_at_once(monkeypatch: pytest.MonkeyPat
 
 def test_an_operator_with_the_id_of_one_that_is_gone_has_its_own_work() -> None:
     costs, relu, mm = CostModel(TWO), op_of(aten.relu.default, (4, 4)), op_of(aten.mm.default, (8, 16), (16, 32))
-    gone = [replace(relu) for _ in range(100)]
-    assert {id(costs.work(op)) for op in gone} == {id(costs.work(relu))}
-    numbers = set(map(id, gone))
-    gone.clear()
+    operators = [replace(relu) for _ in range(100)]
+    assert {id(costs.work(op)) for op in operators} == {id(costs.work(relu))}
+    numbers = set(map(id, operators))
+    operators.clear()
     later = [replace(mm) for _ in range(1000)]
     assert numbers & set(map(id, later))
     assert all(costs.work(op) is costs.work(mm) for op in later)

@@ -219,6 +219,7 @@ RETIRED = {
     "fed": "inputs, input_placement",
     "footprint": "cost",
     "given": "the noun of the value: setting, arguments, entries",
+    "gone": "the noun of what is no longer there",
     "handed": "the noun of the value",
     "lets_go": "reshards_after_forward",
     "maker": "producer",
@@ -232,23 +233,18 @@ RETIRED = {
     "twins": "counterparts",
     "unkept": "regathered",
     "wants": "input_layouts, needs_",
+    "who": "the noun: operators, ranks",
 }
 
 
-#: The folders whose names have been gone through word by word; with the modules beside the folders they are `LOWER`.
-LOWER_FOLDERS = "cost json_files partition planfile planners redistribution report rules solver verification".split()
-LOWER = [path for path in FILES if path.parent == PACKAGE or path.relative_to(PACKAGE).parts[0] in LOWER_FOLDERS]
-
-#: The same as `RETIRED` for the files of `LOWER`; elsewhere these names still stand.
-RETIRED_BELOW = {
-    "gone": "the noun of what is no longer there",
+#: The same as `RETIRED` for the files of the package; in tests, benchmarks and examples these names still stand.
+RETIRED_IN_PACKAGE = {
     "held": "stored, allocations, content, sharding: the noun of the thing",
     "here": "a condition by its name: on_one_rank",
     "instance": "placed, placed_value",
     "others": "the noun of the rest: metrics, alternatives",
     "router": "partitioner",
     "there": "the noun of the place",
-    "who": "the noun: operators, ranks",
 }
 
 
@@ -276,8 +272,9 @@ def test_names_are_those_of_the_field(folder: str) -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
-def test_names_of_the_lower_folders_are_those_of_the_field() -> None:
-    found = {str(path.relative_to(PACKAGE)): retired(path.read_text(encoding="utf-8"), RETIRED_BELOW) for path in LOWER}
+def test_names_of_the_package_are_those_of_the_field() -> None:
+    texts = {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in FILES}
+    found = {name: retired(text, RETIRED_IN_PACKAGE) for name, text in texts.items()}
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 

@@ -203,10 +203,10 @@ def test_sparse_tables_and_equal_columns_change_nothing(seed, forbidden):
     facts = Facts()
     sizes = [len(own) for own in problem.costs]
     order = elimination_order(sizes, edges, allowed=facts.sparse(edges), few=facts.few(edges))
-    gone = eliminate(problem.costs, edges, order, made=Tables(facts))
+    eliminated = eliminate(problem.costs, edges, order, made=Tables(facts))
     every = [problem.cost(s) for s in product(*(range(len(own)) for own in problem.costs))]
-    assert gone.constant == pytest.approx(min(every)) or (
-        not np.isfinite(min(every)) and not np.isfinite(gone.constant)
+    assert eliminated.constant == pytest.approx(min(every)) or (
+        not np.isfinite(min(every)) and not np.isfinite(eliminated.constant)
     )
 
 

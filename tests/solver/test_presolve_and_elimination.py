@@ -39,8 +39,8 @@ def test_an_order_takes_everyone_once_and_keeps_its_word(problem, most, degree, 
     keep = data.draw(st.sets(st.sampled_from(range(len(sizes)))))
     weights = data.draw(st.none() | st.just([1.0] * len(sizes)))
     order = elimination_order(sizes, problem.edges, most=most, degree=degree, keep=keep, cutset_weights=weights)
-    gone = [v for v, _ in order.steps]
-    assert sorted(gone + list(order.remaining)) == list(range(len(sizes)))
+    eliminated = [v for v, _ in order.steps]
+    assert sorted(eliminated + list(order.remaining)) == list(range(len(sizes)))
     assert keep <= set(order.remaining) - set(order.cutset) and set(order.cutset) <= set(order.remaining)
     assert order.largest <= most
     if weights is not None:
@@ -55,7 +55,7 @@ def test_what_elimination_leaves_is_the_least_over_what_is_gone(problem, data):
     """For every assignment of the nodes that are kept; and going back finds an assignment that costs just that."""
     keep = data.draw(st.sets(st.sampled_from(range(len(problem.costs))), max_size=2))
     order = elimination_order([len(own) for own in problem.costs], problem.edges, keep=keep)
-    gone = eliminate(problem.costs, problem.edges, order)
+    eliminated = eliminate(problem.costs, problem.edges, order)
     truth = {}
     for states in assignments(problem):
         at = tuple(states[v] for v in sorted(keep))
@@ -64,9 +64,11 @@ def test_what_elimination_leaves_is_the_least_over_what_is_gone(problem, data):
         states = [0] * len(problem.costs)
         for v, s in zip(sorted(keep), at):
             states[v] = s
-        left = gone.constant + sum(table[tuple(states[v] for v in scope)] for scope, table in gone.tables.items())
+        left = eliminated.constant + sum(
+            table[tuple(states[v] for v in scope)] for scope, table in eliminated.tables.items()
+        )
         assert left == pytest.approx(cost)
-        assert problem.cost(gone.complete(states)) == pytest.approx(cost)
+        assert problem.cost(eliminated.complete(states)) == pytest.approx(cost)
         assert [states[v] for v in sorted(keep)] == list(at)
 
 

@@ -250,13 +250,13 @@ def test_a_search_for_lean_states_ends_with_the_first_that_suffice(target, enoug
 def test_a_table_of_one_elimination_ends_with_the_elimination():
     """A table with prices in it never comes again: its facts would only keep it alive."""
     facts, known, priced = Facts(), np.ones((40, 30)), np.ones((20, 30))
-    before, gone = facts.columns(known, 0), weakref.ref(priced)
+    before, reference = facts.columns(known, 0), weakref.ref(priced)
     tables = Tables(facts)
     assert tables.least(((0, -1), (1, -1)), (known, priced), 2).shape == (40, 20)
     assert tables.facts.columns(known, 0)[0] is before[0]
     del tables, priced
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
 # -- the budget --

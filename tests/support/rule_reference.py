@@ -396,14 +396,14 @@ def check(case: Case, *counts: int) -> int:
     cut = 0
     for assignment in (found for devices in counts for found in assignments(bound, devices)):
         for keep_open in (True, False):
-            who = f"{bound.notation.text} cut {bound.in_strategy(assignment)} {assignment.digits}"
+            subject = f"{bound.notation.text} cut {bound.in_strategy(assignment)} {assignment.digits}"
             sliced = Sliced(whole, rule, bound, assignment, keep_open)
             if case.values_matter:
                 for i, (got, want) in enumerate(zip(sliced.outputs(), whole.outputs, strict=True)):
-                    assert close(got, want), f"{who}: output {i} differs:\n{got}\n{want}"
+                    assert close(got, want), f"{subject}: output {i} differs:\n{got}\n{want}"
                 for name, got in sliced.gradients().items():
                     want = whole.gradients[name]
-                    assert close(got, want), f"{who}: gradient of {name} differs:\n{got}\n{want}"
+                    assert close(got, want), f"{subject}: gradient of {name} differs:\n{got}\n{want}"
             if not sliced.passed:
                 break
         cut += bool(assignment.used)

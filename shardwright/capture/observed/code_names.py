@@ -125,8 +125,8 @@ def _names_in(code: types.CodeType) -> Names:
         elif kind in ("LOAD_DEREF", "STORE_DEREF", "LOAD_CLASSDEREF") and named in code.co_freevars:
             current = NameRead("cell", named, ())
         elif kind.startswith(("LOAD_FAST", "LOAD_DEREF")):
-            *others, last = named if isinstance(named, tuple) else (named,)  # one instruction may load two variables
-            found.update(dict.fromkeys(NameRead("argument", other, ()) for other in others if other in first))
+            *earlier, last = named if isinstance(named, tuple) else (named,)  # one instruction may load two variables
+            found.update(dict.fromkeys(NameRead("argument", other, ()) for other in earlier if other in first))
             current = NameRead("argument", last, ()) if last in first else None
     if current is not None:
         found[current] = None

@@ -191,13 +191,13 @@ class _Entries(NamedTuple):
     Args:
         mappings: the entries of each file and each class: mappings that show every change.
         same: picks the entries that have to be the same objects as before: functions, classes, files and simple values.
-        others: picks the other entries, which have to be of the same types. These are not kept alive.
+        by_type: picks the other entries, which have to be of the same types. These are not kept alive.
         were, types: the objects and the types that were read.
     """
 
     mappings: tuple[Mapping[str, object], ...]
     same: Callable[[Sequence[object]], tuple[object, ...]]
-    others: Callable[[Sequence[object]], tuple[object, ...]]
+    by_type: Callable[[Sequence[object]], tuple[object, ...]]
     were: tuple[object, ...]
     types: tuple[type, ...]
 
@@ -206,8 +206,8 @@ class _Entries(NamedTuple):
         """The present entries."""
         entries = tuple(chain.from_iterable(map(_values, mappings)))
         same = [i for i, value in enumerate(entries) if isinstance(value, _FIXED) or type(value) in _SIMPLE]
-        others = sorted(set(range(len(entries))).difference(same))
-        pick, rest = _picking(same), _picking(others)
+        by_type = sorted(set(range(len(entries))).difference(same))
+        pick, rest = _picking(same), _picking(by_type)
         return _Entries(mappings, pick, rest, pick(entries), tuple(map(type, rest(entries))))
 
     @property
@@ -217,7 +217,7 @@ class _Entries(NamedTuple):
         return (
             len(entries) == len(self.were) + len(self.types)
             and self.same(entries) == self.were
-            and tuple(map(type, self.others(entries))) == self.types
+            and tuple(map(type, self.by_type(entries))) == self.types
         )
 
 

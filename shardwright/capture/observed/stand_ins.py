@@ -41,7 +41,7 @@ from ...errors import PACKAGE_FOLDER, CaptureError
 from ..source_lines import is_users
 from .places import Entry
 
-__all__ = ["Observer", "StandIns", "by_user", "held_by"]
+__all__ = ["Observer", "StandIns", "by_user", "original_of"]
 
 #: Seconds by which the clocks of a second capture are ahead: ten years and a bit, odd in every unit down to 0.01 s.
 LATER = 315_360_001.37
@@ -97,17 +97,17 @@ def by_user() -> bool:
 class _Iterator:
     """An iterator that gives nothing to the forward, and to other threads what it would give."""
 
-    def __init__(self, held: Iterator[object], path: str, inside: Callable[[], bool]) -> None:
-        self.held, self._path, self._inside = held, path, inside
+    def __init__(self, original: Iterator[object], path: str, inside: Callable[[], bool]) -> None:
+        self.original, self._path, self._inside = original, path, inside
 
     def __iter__(self) -> _Iterator:
         return self
 
     def __next__(self) -> object:
         if not self._inside():
-            return next(self.held)
+            return next(self.original)
         raise CaptureError(
-            f"the forward takes the next value of {self._path}, a {type(self.held).__name__}: the captured program "
+            f"the forward takes the next value of {self._path}, a {type(self.original).__name__}: the captured program "
             "would use this value at each call",
             legal=_INPUT,
         )
@@ -116,18 +116,18 @@ class _Iterator:
         return self.__next__()
 
     def __getattr__(self, name: str) -> object:
-        return self._sent if name in ("send", "throw") and self._inside() else getattr(self.held, name)
+        return self._sent if name in ("send", "throw") and self._inside() else getattr(self.original, name)
 
 
 class _File:
     """An open file whose writes by the forward are recorded."""
 
-    def __init__(self, held: io.IOBase, path: str, inside: Callable[[], bool]) -> None:
-        self.held, self._path, self._inside = held, path, inside
+    def __init__(self, original: io.IOBase, path: str, inside: Callable[[], bool]) -> None:
+        self.original, self._path, self._inside = original, path, inside
 
     def write(self, text: object) -> object:
         if not self._inside():
-            return self.held.write(text)
+            return self.original.write(text)
         if not isinstance(text, str):
             self._refuse()
         print(text, end="", file=self)  # `watched_calls` records it
@@ -139,7 +139,7 @@ class _File:
 
     def flush(self) -> None:
         if not self._inside():
-            self.held.flush()
+            self.original.flush()
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise CaptureError(
@@ -149,13 +149,13 @@ class _File:
         )
 
     def __getattr__(self, name: str) -> object:
-        found = getattr(self.held, name)
+        found = getattr(self.original, name)
         return self._refuse if callable(found) and self._inside() else found
 
 
 def _through(name: str) -> Callable[..., object]:
     def call(self: _File, *args: object) -> object:
-        return self._refuse() if self._inside() else getattr(self.held, name)(*args)
+        return self._refuse() if self._inside() else getattr(self.original, name)(*args)
 
     return call
 
@@ -167,31 +167,31 @@ for _name in ("__iter__", "__next__", "__enter__", "__exit__"):
 class _Names(MutableMapping[str, object]):
     """The names of a file, as ``globals()`` and ``vars(module)`` give them."""
 
-    def __init__(self, held: dict[str, object], path: str, observer: Observer) -> None:
-        self._held, self._path, self._observer = held, path, observer
+    def __init__(self, names: dict[str, object], path: str, observer: Observer) -> None:
+        self._names, self._path, self._observer = names, path, observer
 
     def __getitem__(self, key: str) -> object:
-        self._observer.asked_entry(self._held, key, f"{self._path}.{key}")
-        return self._held[key]
+        self._observer.asked_entry(self._names, key, f"{self._path}.{key}")
+        return self._names[key]
 
     def __setitem__(self, key: str, value: object) -> None:
-        self._observer.assigned_entry(self._held, key, f"{self._path}.{key}")
-        self._held[key] = value
+        self._observer.assigned_entry(self._names, key, f"{self._path}.{key}")
+        self._names[key] = value
 
     def __delitem__(self, key: str) -> None:
-        self._observer.assigned_entry(self._held, key, f"{self._path}.{key}")
-        del self._held[key]
+        self._observer.assigned_entry(self._names, key, f"{self._path}.{key}")
+        del self._names[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(list(self._held))
+        return iter(list(self._names))
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._names)
 
 
-def held_by(value: object) -> Any:  # the object behind it
+def original_of(value: object) -> Any:  # the object behind it
     """The object behind a stand-in; any other object itself."""
-    return value.held if isinstance(value, (_Iterator, _File)) else getattr(value, _REPLACED, value)
+    return value.original if isinstance(value, (_Iterator, _File)) else getattr(value, _REPLACED, value)
 
 
 class StandIns:
@@ -306,8 +306,8 @@ class StandIns:
         return vars(obj)
 
     def _globals(self) -> object:
-        held = sys._getframe(1).f_globals
-        return _Names(held, str(held.get("__name__", "globals")), self._observer)
+        names = sys._getframe(1).f_globals
+        return _Names(names, str(names.get("__name__", "globals")), self._observer)
 
     # -- objects --
 

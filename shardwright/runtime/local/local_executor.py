@@ -189,12 +189,12 @@ class LocalExecutor:
 
     def _lay(self, node: Node) -> None:
         """Note the axes along which a value differs, and the layout of its gradient."""
-        axes, instance = self.axes, node.meta.get("instance")
-        if instance is not None:
-            self._gradients[node] = instance.layout.without_partial()
+        axes, placed = self.axes, node.meta.get("instance")
+        if placed is not None:
+            self._gradients[node] = placed.layout.without_partial()
         if node.op == "placeholder":
-            assert instance is not None
-            self._rank_shapes[node] = axes.along(instance.layout.carried)
+            assert placed is not None
+            self._rank_shapes[node] = axes.along(placed.layout.carried)
         elif node.target is move or node.target is extreme:
             self._ways[node], self._rank_shapes[node] = (
                 self._redistribution if node.target is move else self._extremes
@@ -262,8 +262,8 @@ class LocalExecutor:
 
     def _scattering(self, node: Node) -> Callable[[Tensor], Tensor] | None:
         """The function from a whole tensor to a placeholder's value; None where they are the same."""
-        instance: PlacedValue = node.meta["instance"]
-        layout, shape, axes = instance.layout, instance.value.shape, self.axes
+        placed: PlacedValue = node.meta["instance"]
+        layout, shape, axes = placed.layout, placed.value.shape, self.axes
         if layout.is_replicated:
             return None
         cut = converting(
@@ -273,17 +273,12 @@ class LocalExecutor:
 
     def _assembling(self, node: Node) -> Callable[[Tensor], Tensor] | None:
         """The function from an output's value to a whole tensor; None where they are the same."""
-        instance: PlacedValue = node.meta["instance"]
-        layout, rank_shape, axes = instance.layout, self._rank_shapes[node], self.axes
+        placed: PlacedValue = node.meta["instance"]
+        layout, rank_shape, axes = placed.layout, self._rank_shapes[node], self.axes
         if layout.is_replicated and not rank_shape:
             return None
         join = converting(
-            axes,
-            layout,
-            Layout.replicated(axes.devices, len(instance.value.shape)),
-            rank_shape,
-            (),
-            instance.local_shape,
+            axes, layout, Layout.replicated(axes.devices, len(placed.value.shape)), rank_shape, (), placed.local_shape
         )
         return join or (lambda x: _Assemble.apply(x, layout, axes, rank_shape, False))
 
@@ -367,7 +362,7 @@ class LocalExecutor:
         ways, operands = self._ways[node], (operand(node, 0), operand(node, 1))
         rank_shape = union(*(self._rank_shapes[a] for a in (*operands, node)))
         reduced, read = (self._slots[a] for a in operands)
-        shapes = [(*rank_shape, *instance.local_shape) for instance in (instruction.source, instruction.operand)]
+        shapes = [(*rank_shape, *placed.local_shape) for placed in (instruction.source, instruction.operand)]
         dims = tuple(len(rank_shape) + d for d in instruction.dims)
         forward, count = (ways.convert,), (ways.transpose,)
         return lambda env: ExtremeFunction.apply(

@@ -304,8 +304,8 @@ def test_what_comes_back_is_what_was_decided(make_net: Callable, x: torch.Tensor
     given = {"parallel_mode": SEARCH} | options
     given["dataset_strategy"] = "full_batch"
     made, alone = (
-        written(planning.make_plan(capture(make_net(), (x,)), 4, Settings.of(**given), searcher=who))
-        for who in (searcher, None)
+        written(planning.make_plan(capture(make_net(), (x,)), 4, Settings.of(**given), searcher=each_searcher))
+        for each_searcher in (searcher, None)
     )
     found, taken, elsewhere = held[0]
     assert taken == found and list(taken.decisions) == list(found.decisions)

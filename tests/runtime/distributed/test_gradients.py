@@ -201,15 +201,15 @@ def test_a_second_process_group_in_one_process() -> None:
 
 def test_a_model_that_is_collected_in_the_midst_of_anothers_step_does_not_end_it() -> None:
     """Whenever memory is tidied up, thus also between two hooks that torch goes through before a step."""
-    gone, net = stack(), stack()
-    parallel(gone, nn.MSELoss(), devices=2, mode="data_parallel")(*BATCHES[0]).backward()
-    alive = weakref.ref(gone)
-    gone.itself = [gone]  # no one but the collector ends it
+    dropped, net = stack(), stack()
+    parallel(dropped, nn.MSELoss(), devices=2, mode="data_parallel")(*BATCHES[0]).backward()
+    alive = weakref.ref(dropped)
+    dropped.itself = [dropped]  # no one but the collector ends it
     tidied = register_optimizer_step_pre_hook(lambda *given: gc.collect() and None)
     try:
         model = parallel(net, nn.MSELoss(), devices=2, mode="data_parallel")
         model(*BATCHES[0]).backward()
-        del gone
+        del dropped
         assert alive() is not None
         torch.optim.SGD(net.parameters(), 0.1).step()
     finally:

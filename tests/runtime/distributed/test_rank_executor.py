@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import shardwright as sw
-from shardwright.capture.annotations import _held
+from shardwright.capture.annotations import _marked_operators
 
 X, T = draw(16, 8), labels(16)
 BATCHES = [(draw(16, 8, seed=s), labels(16, seed=s)) for s in range(3)]
@@ -437,7 +437,7 @@ def both_runtimes_give_the_same(rank: int, world: int) -> None:
     ):
         net = make()
         one = copy.deepcopy(net)
-        for _, operator in _held(net):
+        for _, operator in _marked_operators(net):
             halve(operator)
         got, expected = wrapped(net)(*args), one(*args)
         close(got, expected, "outputs")
