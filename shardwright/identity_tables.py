@@ -17,7 +17,7 @@ Example: ``numbered([a, b, a])`` is ``[0, 1, 0]``, also where a == b.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, MutableSet
+from collections.abc import Callable, Hashable, ItemsView, Iterable, Iterator, MutableMapping, MutableSet, ValuesView
 from typing import TypeVar, cast, overload
 
 __all__ = ["IdentityCache", "IdentityMap", "IdentitySet", "numbered"]
@@ -62,6 +62,22 @@ class IdentityMap(MutableMapping[K, V]):
     def __delitem__(self, key: K) -> None:
         del self._entries[id(key)]
 
+    def items(self) -> ItemsView[K, V]:
+        """The entries, which are iterated without a look-up of each."""
+        return _Items(self)
+
+    def values(self) -> ValuesView[V]:
+        """The values, likewise."""
+        return _Values(self)
+
+    def setdefault(self, key: K, default: V) -> V:
+        """The value of a key; the default, which becomes its value, where it has none."""
+        return self._entries.setdefault(id(key), (key, default))[1]
+
+    def clear(self) -> None:
+        """Remove all entries."""
+        self._entries.clear()
+
     def __contains__(self, key: object) -> bool:
         return id(key) in self._entries
 
@@ -70,6 +86,20 @@ class IdentityMap(MutableMapping[K, V]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+class _Items(ItemsView[K, V]):
+    _mapping: IdentityMap[K, V]
+
+    def __iter__(self) -> Iterator[tuple[K, V]]:
+        return iter(self._mapping._entries.values())
+
+
+class _Values(ValuesView[V]):
+    _mapping: IdentityMap[object, V]
+
+    def __iter__(self) -> Iterator[V]:
+        return (value for _, value in self._mapping._entries.values())
 
 
 class IdentitySet(MutableSet[K]):

@@ -18,6 +18,16 @@ def test_equal_arrays_are_different_keys() -> None:
     assert numbered([a, b, a]) == [0, 1, 0]
 
 
+def test_a_map_has_the_entries_of_a_dict() -> None:
+    a, b = np.zeros(2), np.zeros(2)
+    table = IdentityMap([(a, "a")])
+    assert table.setdefault(a, "x") == "a" and table.setdefault(b, "b") == "b"
+    assert [(key is a, value) for key, value in table.items()] == [(True, "a"), (False, "b")]
+    assert [*table.values()] == ["a", "b"] and len(table.values()) == len(table.items()) == 2
+    table.clear()
+    assert [*table.items()] == [*table.values()] == []
+
+
 def test_a_key_lives_as_long_as_its_entry() -> None:
     """Else a later object gets the number of a dead key, and its entry with the number."""
     cache, table, members = IdentityCache(), IdentityMap[np.ndarray, int](), IdentitySet[np.ndarray]()

@@ -34,6 +34,7 @@ from torch import nn
 
 from ..errors import SettingError, place_text
 from ..graph import map_leaves
+from ..identity_tables import IdentityMap
 from ..torch_private import parameter_table
 from .regions import ATTRIBUTE, RecomputeSettings, region
 from .source_lines import stack_level
@@ -391,11 +392,11 @@ def _marked_operators(net: nn.Module) -> Iterator[tuple[str, Operator]]:
                 yield from ((f"{prefix}{attribute}.{key}", e) for key, e in entries if isinstance(e, Operator))
 
 
-def mark_names(net: nn.Module) -> dict[int, str]:
-    """``id(operator)`` -> the attribute path of the operator in the model: ``block.matmul1``."""
-    names: dict[int, str] = {}
+def mark_names(net: nn.Module) -> IdentityMap[object, str]:
+    """Marked operator -> the attribute path of the operator in the model: ``block.matmul1``."""
+    names: IdentityMap[object, str] = IdentityMap()
     for path, operator in _marked_operators(net):
-        names.setdefault(id(operator), path)
+        names.setdefault(operator, path)
     return names
 
 
@@ -619,9 +620,9 @@ def staged_modules(net: nn.Module, config: Mapping[str, int] | None = None) -> d
                 legal="one stage for each module",
             )
         stage_of[path] = stage, "stage_config"
-    first: dict[int, str] = {}
+    first: dict[nn.Module, str] = {}
     for path, (stage, _) in stage_of.items():
-        other = first.setdefault(id(modules[path]), path)
+        other = first.setdefault(modules[path], path)
         if stage_of[other][0] != stage:
             raise SettingError(
                 f"the modules {other!r} and {path!r} are one, in two stages: {stage_of[other][0]} and {stage}",

@@ -27,6 +27,7 @@ from torch import nn
 
 from ..errors import SettingError
 from ..graph import Graph, values_in
+from ..identity_tables import IdentityMap, IdentitySet
 from ..torch_private import FakeTensor, buffer_table, parameter_table, version_of
 from .guards import CONTAINERS, Condition, GuardedPlace
 from .outlines import Differs, Outline, memory_of
@@ -87,21 +88,21 @@ class Conditions:
     def __init__(self) -> None:
         self.strides = StridesAsked()
         self._modes: dict[str, None] = {}  # names of functions in `_MODES`
-        self._tensors: dict[int, torch.Tensor] = {}  # id of a tensor with values that Python took -> the tensor
+        self._tensors: IdentitySet[torch.Tensor] = IdentitySet()  # tensors with values that Python took
         self._computed = False  # True where Python took a number that was computed from tensors
         self._inputs: frozenset[object] = frozenset()  # memories of the inputs
-        self._leaves: frozenset[int] = frozenset()  # ids of the inputs
+        self._leaves: IdentitySet[torch.Tensor] = IdentitySet()  # the inputs
 
     def begin(self, inputs: Iterable[object]) -> None:
         """Note the inputs of the forward, which begins."""
         tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-        self._inputs, self._leaves = frozenset(map(memory_of, tensors)), frozenset(map(id, tensors))
+        self._inputs, self._leaves = frozenset(map(memory_of, tensors)), IdentitySet(tensors)
 
     def note_mode(self, name: str) -> None:
         self._modes[name] = None
 
     def note_gradient(self, tensor: torch.Tensor) -> None:
-        if not isinstance(tensor, nn.Parameter) and id(tensor) not in self._leaves:
+        if not isinstance(tensor, nn.Parameter) and tensor not in self._leaves:
             self.note_mode(_GRADIENTS)
 
     def note_values(self, values: Iterable[object]) -> None:
@@ -110,7 +111,7 @@ class Conditions:
                 if isinstance(x, (FakeTensor, Outline)) or type(x).__module__.startswith("torch._"):
                     self._computed = True
                 else:
-                    self._tensors[id(x)] = x
+                    self._tensors.add(x)
 
     def note_layout(self, tensor: torch.Tensor) -> None:
         of_input = memory_of(tensor) in self._inputs
@@ -126,27 +127,28 @@ class Conditions:
             modules: those of the model, whose parameters and buffers are no plain tensors.
         """
         made = [Condition(f"torch.{name}()", _MODES[name], _MODES[name](), quiet=True) for name in self._modes]
-        named: dict[int, tuple[str, torch.Tensor]] = {}
+        named: IdentityMap[torch.Tensor, str] = IdentityMap()  # tensors that were read, with their paths
         for place in reads:
-            for path, tensor in _tensors_in(place.get(), place.path, set()):
-                named.setdefault(id(tensor), (path, tensor))
+            for path, tensor in _tensors_in(place.get(), place.path, IdentitySet()):
+                named.setdefault(tensor, path)
         if not named and not self._tensors:
             return made
         for module in modules:
             for own in (*parameter_table(module).values(), *buffer_table(module).values()):
-                named.pop(id(own), None)
-        compared = {key: (f"a tensor of shape {list(x.shape)}", x) for key, x in self._tensors.items()}
+                if own is not None:
+                    named.pop(own, None)
+        compared = IdentityMap((x, f"a tensor of shape {list(x.shape)}") for x in self._tensors)
         beside: list[torch.Tensor] = []
         live = _live(graph)
-        for key, (path, tensor) in named.items():
+        for tensor, path in named.items():
             absent = memory_of(tensor) not in live
-            if key in compared or self._computed or (absent and tensor.numel() == 1):
-                compared[key] = path, tensor
+            if tensor in compared or self._computed or (absent and tensor.numel() == 1):
+                compared[tensor] = path
             elif absent and not tensor.is_inference():
                 beside.append(tensor)
-        made += [Condition(path, functools.partial(_values, x), _values(x)) for path, x in compared.values()]
+        made += [Condition(path, functools.partial(_values, x), _values(x)) for x, path in compared.items()]
         if beside:
-            name = f"the number of changes in place of {next(p for p, x in named.values() if x is beside[0])}"
+            name = f"the number of changes in place of {named[beside[0]]}"
             ask = functools.partial(_versions, beside)
             made.append(Condition(name, ask, ask()))
         return made
@@ -162,12 +164,12 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     return list(map(version_of, tensors))
 
 
-def _tensors_in(value: object, path: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_in(value: object, path: str, seen: IdentitySet[object]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a place, and of the containers in it."""
     if isinstance(value, torch.Tensor):
         yield path, value
-    elif isinstance(value, (tuple, *CONTAINERS)) and id(value) not in seen:
-        seen.add(id(value))
+    elif isinstance(value, (tuple, *CONTAINERS)) and value not in seen:
+        seen.add(value)
         for key, entry in [*dict.items(value)] if isinstance(value, dict) else enumerate(list(value)):
             yield from _tensors_in(entry, f"{path}[{key!r}]", seen)
 
@@ -177,7 +179,7 @@ def path_of(places: Iterable[GuardedPlace], tensor: object) -> str | None:
     if not isinstance(tensor, torch.Tensor):
         return None
     memory = memory_of(tensor)
-    found = (named for place in places for named in _tensors_in(place.get(), place.path, set()))
+    found = (named for place in places for named in _tensors_in(place.get(), place.path, IdentitySet()))
     return next((path for path, candidate in found if memory_of(candidate) == memory), None)
 
 

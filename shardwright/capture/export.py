@@ -32,6 +32,7 @@ from ..autocast import current
 from ..errors import CaptureError, ShardwrightError
 from ..garbage_collection import gc_paused, roomy_stack
 from ..graph import Graph
+from ..identity_tables import IdentityMap
 from ..launch.progress import Work
 from ..mixed_precision import MixedPrecision, captured_types, casts, masters, with_masters
 from ..pytree_objects import closed, opened
@@ -380,12 +381,12 @@ def _captured(
         return made
 
     paths = dict(module.named_modules(remove_duplicate=False))
-    tied: dict[int, list[str]] = {}
+    tied: IdentityMap[torch.Tensor, list[str]] = IdentityMap()
     for table in (parameter_table, buffer_table):
         for path, m in paths.items():
             for key, tensor in table(m).items():
                 if tensor is not None:
-                    tied.setdefault(id(tensor), []).append(bare(f"{path}.{key}" if path else key, prefix))
+                    tied.setdefault(tensor, []).append(bare(f"{path}.{key}" if path else key, prefix))
     aliases = {alias: names[0] for names in tied.values() for alias in names[1:]}
 
     def exported(
@@ -434,9 +435,10 @@ def _captured(
                 program.exported, nodes, marks, marked, prefix, aliases, called, [f for f, _ in applied], regions
             )
             reader.casting, reader.path_of = casting, partial(path_of, seen.reads.values())
-            owners = {id(buffer_table(m)): path for path, m in reversed(paths.items())} if watch.outcome.updates else {}
-            for owner, key, *_ in watch.outcome.updates:
-                path = owners[id(owner)]
+            updates = watch.outcome.updates
+            owners = IdentityMap[object, str]((buffer_table(m), path) for path, m in reversed(paths.items()) if updates)
+            for owner, key, *_ in updates:
+                path = owners[owner]
                 name = bare(f"{path}.{key}" if path else key, prefix)
                 reader.assigned.append(aliases.get(name, name))
             reader.out_spec, reader.masters = watch.out_spec, stored

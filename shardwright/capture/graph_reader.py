@@ -20,6 +20,7 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 from ..autocast import Autocast, Like, casts_of, entered, under, with_dtype
 from ..errors import CaptureError
 from ..graph import Graph, Master, Op, Value, argument_names, leaves, map_values, values_in
+from ..identity_tables import IdentityMap, IdentitySet
 from ..rules.normalization import without_side_effects
 from ..rules.recurrent import layer_by_layer, without_dropout
 from ..torch_private import FakeTensor, OpOverload, schema_of
@@ -34,6 +35,7 @@ from .mutation import (
     ViewStep,
     Writer,
     all_tensors,
+    flows,
     is_beside,
     is_view,
     metas_made,
@@ -90,7 +92,7 @@ class GraphReader(InPlaceReader):
         program: ExportedProgram,
         nodes: AsExported,
         calls: list[Operator],
-        names: dict[int, str],
+        names: IdentityMap[object, str],
         prefix: str,
         aliases: dict[str, str],
         called: dict[str, str],
@@ -113,7 +115,7 @@ class GraphReader(InPlaceReader):
         self.entries: dict[torch.fx.Node, int] = {}  # mark node -> index of the tensor input in the call
         self.places: list[dict[int, int]] = []  # per operator: index of an input -> its place in the call
         self.attached: set[int] = set()
-        self.named: set[int] = set()  # ids of the operators among `calls` whose bare name is taken
+        self.named: IdentitySet[Operator] = IdentitySet()  # the operators among `calls` whose bare name is taken
         self.drawing: list[str] = []  # random operators, in order
         self.casting = Autocast()  # the state of autocast
         self.casts: dict[tuple[object, ...], Value] = {}  # (value, dtype, module) -> the cast value, while it is shared
@@ -471,7 +473,7 @@ class GraphReader(InPlaceReader):
         if call in self.attached:
             return  # a further output of the same call
         self.attached.add(call)
-        name = self.mark_names.get(id(marked))
+        name = self.mark_names.get(marked)
         if len(inside) > 1:
             buffers = {memory.name for memory in self.memories.values() if memory.owner == "buffer"}
             inside = [
@@ -510,8 +512,8 @@ class GraphReader(InPlaceReader):
         )
         path = op.name
         if name is not None:  # the first call gets the bare name
-            path = self.unique(name) if id(marked) in self.named else name
-            self.named.add(id(marked))
+            path = self.unique(name) if marked in self.named else name
+            self.named.add(marked)
         if not strategies:
             self.ops[inside[0]] = replace(op, name=path)
             return
@@ -634,7 +636,7 @@ class GraphReader(InPlaceReader):
                 "torch.where(mask, a, b) in the place of a[mask]",
             )
         wish = target.__name__ if isinstance(target, Applied) else node.name
-        flowing = target.differentiable if isinstance(target, Applied) else _flowing(target, args, kwargs, len(metas))
+        flowing = target.differentiable if isinstance(target, Applied) else flows(target, args, kwargs, len(metas))
         name = self.unique(wish.rstrip("_") or wish)
         inputs = values_in((args, kwargs))
         grad = any(v.requires_grad for v in inputs) and target is not aten.detach.default
@@ -670,23 +672,6 @@ class GraphReader(InPlaceReader):
             )
         )
         return [Cell(v) if v is not None else None for v in outputs]
-
-
-def _flowing(target: object, args: tuple[object, ...], kwargs: dict[str, object], count: int) -> tuple[bool, ...]:
-    """For each output: True where a gradient of some input reaches it, and for all where the operator does not tell."""
-    if count > 1 and len({v.requires_grad for v in values_in((args, kwargs))}) > 1:
-        try:
-            args, kwargs = map_values(
-                (args, kwargs),
-                lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta", requires_grad=v.requires_grad),
-            )
-            assert callable(target)
-            with torch.enable_grad():
-                made = target(*args, **kwargs)
-            return tuple(isinstance(m, torch.Tensor) and m.requires_grad for m in made)
-        except RuntimeError:  # the operator runs on tensors with values only
-            pass
-    return (True,) * count
 
 
 def _without_dead(graph: Graph) -> Graph:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -26,6 +27,7 @@ from torch.fx.immutable_collections import immutable_list
 
 from ..autocast import Autocast
 from ..graph import Form, Graph, Op, Value, changed, form_of, share_form, values_in
+from ..identity_tables import IdentityCache, IdentitySet
 from ..torch_private import FakeTensor, OpOverload
 from .mutation import tensors_of
 from .outlines import says_nothing
@@ -119,8 +121,8 @@ class GraphTemplate:
             isinstance(c, FakeTensor) for c in program.constants.values()
         ):
             return None
-        in_graph = {id(op) for op in graph.ops}
-        steps = [step if i is None or id(ops[i]) not in in_graph else step._replace(op=ops[i]) for step, i in read]
+        in_graph = IdentitySet(graph.ops)
+        steps = [step if i is None or ops[i] not in in_graph else step._replace(op=ops[i]) for step, i in read]
         (end,) = (n for n in program.graph.nodes if n.op == "output")
         are_outputs = [spec.kind in _RETURNED for spec in program.graph_signature.output_specs]
         return cls(graph, sources, steps, list(end.args[0]), are_outputs, settings)
@@ -146,7 +148,7 @@ class GraphTemplate:
         values: dict[Node, object] = {}
         inputs: list[Value] = []
         ops: list[Op] = []
-        forms: dict[tuple[int, int], Form] = {}  # equal layers are of one form here too
+        forms = IdentityCache()  # equal layers are of one form here too
         grad, casting = torch.is_grad_enabled(), Autocast()
         for node, spec, before in self._sources:
             value = values[node] = _source(nodes.source(node, spec), before, spec.kind)
@@ -179,11 +181,7 @@ class GraphTemplate:
             op = changed(op, args=args, kwargs=kwargs, inputs=values_in((args, kwargs)), outputs=outputs)
             ops.append(op)
             if nodes.results is not None:
-                alike = id(form), id(nodes.results)
-                if alike in forms:
-                    share_form(op, forms[alike])
-                else:
-                    forms[alike] = form_of(op)
+                share_form(op, forms.once("form", (form, nodes.results), partial(form_of, op)))
         returned = [
             values[x] if type(x) is Node else x
             for x, is_output in zip(nodes.outputs(self._outputs), self._are_outputs)

@@ -31,6 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ..identity_tables import IdentitySet
 from ..torch_private import buffer_table, hook_tables, parameter_table, part_tables
 from .observed.opaque_state import equal_states, guarded_state, state_of
 from .observed.places import CALLED, CONTAINERS, MISSING, GuardedPlace, contents, entries, is_simple, same, spelled
@@ -74,7 +75,7 @@ class Guards:
     Args:
         modules: the modules of the model and of its loss, by path.
         places: the places that the capture has read.
-        around: ``id`` of one of `modules` -> its kinds of hooks that run around the program, and are not part of it.
+        around: one of `modules` -> its kinds of hooks that run around the program, and are not part of it.
         counters: identities of places whose number changes at each call; the effects of the program hold the places.
         conditions: the questions that the forward has asked.
     """
@@ -83,7 +84,7 @@ class Guards:
         self,
         modules: Iterable[tuple[str, nn.Module]],
         places: Iterable[GuardedPlace],
-        around: Mapping[int, tuple[str, ...]] | None = None,
+        around: Mapping[nn.Module, tuple[str, ...]] | None = None,
         counters: Collection[tuple[int, object]] = (),
         conditions: Iterable[Condition] = (),
     ) -> None:
@@ -99,7 +100,7 @@ class Guards:
         tables: list[dict[object, object]] = []
         paths = []
         for path, module in self._modules:
-            around = self._around.get(id(module), ())
+            around = self._around.get(module, ())
             for kind, table in (part_tables(module) | hook_tables(module)).items():
                 if kind not in around:
                     tables.append(table)
@@ -138,7 +139,7 @@ class Guards:
         }
         self._containers: list[tuple[Collection[object], tuple[object, ...], str]] = []
         self._states: list[tuple[object, tuple[object, ...], str]] = []
-        seen: set[int] = set()
+        seen: IdentitySet[object] = IdentitySet()
         for place in list(found.values()):
             self._contain(place.get(), place.path, seen, found, named)
         self._tensor_paths = [path for path, _ in named]
@@ -173,7 +174,7 @@ class Guards:
         self,
         value: object,
         path: str,
-        seen: set[int],
+        seen: IdentitySet[object],
         found: dict[tuple[int, object], GuardedPlace],
         named: list[tuple[str, torch.Tensor]],
     ) -> None:
@@ -181,7 +182,7 @@ class Guards:
         state of an object without attributes.
 
         Args:
-            seen: ids of the containers that were looked into.
+            seen: the containers that were looked into.
             found: receives the places.
             named: receives the tensors, with their paths.
         """
@@ -195,20 +196,20 @@ class Guards:
             parts = value.args, value.keywords
         elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
             parts = (value.__self__,)
-        elif is_simple(value) or id(value) in seen:
+        elif is_simple(value) or value in seen:
             return
         elif isinstance(value, contextvars.ContextVar):
-            seen.add(id(value))
+            seen.add(value)
             parts = (value.get(None),)
             self._states.append((value, state_of(value) or (), path))
         elif not isinstance(value, CONTAINERS):
-            seen.add(id(value))
+            seen.add(value)
             state = guarded_state(value, path)
             if state is not None:
                 self._states.append((value, state, path))
             return
         else:
-            seen.add(id(value))
+            seen.add(value)
             parts = entries(value)
             self._containers.append((value, parts, path))
             if isinstance(value, dict):

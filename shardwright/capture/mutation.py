@@ -41,6 +41,7 @@ __all__ = [
     "ViewStep",
     "Writer",
     "all_tensors",
+    "flows",
     "gives_back",
     "is_beside",
     "is_same",
@@ -412,6 +413,23 @@ def is_beside(target: object) -> bool:
         assigned,
         aten.diagonal_scatter.default,
     )
+
+
+def flows(target: object, args: tuple[object, ...], kwargs: dict[str, object], count: int) -> tuple[bool, ...]:
+    """For each output: True where a gradient of some input reaches it, and for all where the operator does not tell."""
+    if count > 1 and len({v.requires_grad for v in values_in((args, kwargs))}) > 1:
+        try:
+            args, kwargs = map_values(
+                (args, kwargs),
+                lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta", requires_grad=v.requires_grad),
+            )
+            assert callable(target)
+            with torch.enable_grad():
+                made = target(*args, **kwargs)
+            return tuple(isinstance(m, torch.Tensor) and m.requires_grad for m in made)
+        except RuntimeError:  # the operator runs on tensors with values only
+            pass
+    return (True,) * count
 
 
 # -- the reader of in-place operators

@@ -31,6 +31,7 @@ from operator import attrgetter, is_
 import torch
 from torch import nn
 
+from ..identity_tables import IdentitySet
 from ..torch_private import hooks_of, hooks_of_all_modules, is_part
 from .annotations import Operator
 from .observed.attribute_patches import (
@@ -45,7 +46,7 @@ from .observed.code_names import user_function
 from .observed.kept_state import PLAIN, Change
 from .observed.named_reads import SEEN, NamedReads, is_users_class, is_users_file
 from .observed.opaque_state import global_generators
-from .observed.places import CONTAINERS, MISSING, GuardedPlace, is_simple
+from .observed.places import CONTAINERS, MISSING, GuardedPlace, is_simple, place_key
 from .observed.stand_ins import StandIns
 
 __all__ = ["Change", "Observation"]
@@ -94,7 +95,7 @@ class Observation(NamedReads):
         self._modules, self._functions = list(modules), functions
         self._patched: list[tuple[type, str, object]] = []
         self._classes: set[type] = set()
-        self._seen: dict[int, object] = {}  # id of an object -> itself
+        self._seen: IdentitySet[object] = IdentitySet()
         self._attributes: list[tuple[object, type, object]] = []  # objects, with their classes and attributes
         self._users_hooks: list[object] = []  # those of `_hooked` and of all modules
         self._hooked: list[nn.Module] = []
@@ -111,9 +112,9 @@ class Observation(NamedReads):
         """The globals of the user's functions that the forward names, or that are attributes of the modules."""
         if self._files is None or self._files[0] != len(self._scanned):
             values = (v for _, module in self._modules for v in vars(module).values() if type(v) not in PLAIN)
-            functions = [*self._scanned.values(), *filter(None, map(user_function, values))]
+            functions = [*self._scanned, *filter(None, map(user_function, values))]
             found = (getattr(function, "__globals__", None) for function in functions)
-            self._files = len(self._scanned), list({id(names): names for names in found if names is not None}.values())
+            self._files = len(self._scanned), list(IdentitySet(names for names in found if names is not None))
         return self._files[1]
 
     def __enter__(self) -> Observation:
@@ -171,7 +172,7 @@ class Observation(NamedReads):
             self.keep_hooks_of(module, path)
         for generator, path in global_generators():
             self.keep_opaque(generator, path)
-        self._seen = dict(earlier._seen)
+        self._seen = IdentitySet(earlier._seen)
         self._hooked, self._users_hooks = earlier._hooked, earlier._users_hooks
         self.find_those_of(earlier)
         for cls in earlier._classes:
@@ -198,7 +199,7 @@ class Observation(NamedReads):
 
     def _settle(self) -> None:
         """Keep what a further run may take over: the run has ended."""
-        values = [*(module for _, module in self._modules), *self._seen.values()]
+        values = [*(module for _, module in self._modules), *self._seen]
         self._attributes = [(value, type(value), _attributes_of(value)) for value in values]
         self.forget_tensors()
 
@@ -238,8 +239,8 @@ class Observation(NamedReads):
             attributes = object.__getattribute__(obj, "__dict__")
         except AttributeError:  # slots
             attributes = None
-        key = id(obj if attributes is None else attributes), name
-        path = self._paths.get(key[0])
+        owner = obj if attributes is None else attributes
+        path, key = self._paths.get(owner), place_key(owner, name)
         if path is None or key in self._noted[SEEN] or key in self.written:
             return  # without a path the object was created by the forward, or passed to it
         if attributes is not None:
@@ -263,7 +264,7 @@ class Observation(NamedReads):
 
     def _kind_of(self, obj: object, path: str) -> None:
         """Record that the class of an object was read."""
-        if (id(obj), "__class__") in self._noted[SEEN] or isinstance(obj, nn.Module):
+        if place_key(obj, "__class__") in self._noted[SEEN] or isinstance(obj, nn.Module):
             return
         place = GuardedPlace(obj, "__class__", f"{path}.__class__")
         self._noted[SEEN][place.identity] = place
@@ -288,18 +289,19 @@ class Observation(NamedReads):
         if not self.running:
             return
         attributes = getattr(obj, "__dict__", None)
-        path = self._paths.get(id(attributes))
+        path = self._paths.get(attributes)
         if path is None:
-            if attributes is None and id(obj) in self._paths:  # slots
-                place = GuardedPlace(obj, name, f"{self._paths[id(obj)]}.{name}")
+            if attributes is None and obj in self._paths:  # slots
+                place = GuardedPlace(obj, name, f"{self._paths[obj]}.{name}")
                 self.keep_place(place)
                 self.written.setdefault(place.identity, place)
             return  # otherwise the object was created by the forward
         if by_torch:  # such as the list of weights in an LSTM
-            self._own.add((id(attributes), name))
+            self._own.add(place_key(attributes, name))
         else:
-            self._own.discard((id(attributes), name))
-            self.written.setdefault((id(attributes), name), GuardedPlace(attributes, name, f"{path}.{name}"))
+            place = GuardedPlace(attributes, name, f"{path}.{name}")
+            self._own.discard(place.identity)
+            self.written.setdefault(place.identity, place)
 
     def asked(self, obj: object, name: str) -> None:
         """Record a read of an attribute by ``getattr``, where the attribute need not be there."""
@@ -317,7 +319,7 @@ class Observation(NamedReads):
         elif isinstance(obj, types.FunctionType):
             if user_function(obj) is obj:
                 self._note(GuardedPlace(vars(obj), name, f"{obj.__qualname__}.{name}"))
-        elif isinstance(obj, _NAMESPACES) and id(vars(obj)) in self._paths:
+        elif isinstance(obj, _NAMESPACES) and vars(obj) in self._paths:
             self._note(self._of_namespace(obj, name))
         else:
             self.attribute_read(obj, name)
@@ -361,12 +363,12 @@ class Observation(NamedReads):
                 return
         elif self._found_function(value, path) or is_simple(value) or isinstance(value, Operator):
             return
-        if id(value) in self._seen or self.keep_opaque(value, path):
+        if value in self._seen or self.keep_opaque(value, path):
             return
-        self._seen[id(value)] = value
-        self._paths.setdefault(id(value), path)
+        self._seen.add(value)
+        self._paths.setdefault(value, path)
         if isinstance(value, nn.Module):
-            if id(vars(value)) not in self._paths:  # a module outside of the model
+            if vars(value) not in self._paths:  # a module outside of the model
                 for subpath, module in value.named_modules():
                     self._modules.append((f"{path}.{subpath}" if subpath else path, module))
                     self._space(vars(module), f"{path}.{subpath}" if subpath else path, module)
@@ -454,7 +456,7 @@ class Observation(NamedReads):
 
     def _of_namespace(self, value: object, name: str) -> GuardedPlace:
         """The place of an attribute of a namespace; one of a thread depends on the thread that asks."""
-        path = self._paths.get(id(value), type(value).__name__)
+        path = self._paths.get(value, type(value).__name__)
         return GuardedPlace(value if isinstance(value, threading.local) else vars(value), name, f"{path}.{name}")
 
     def _space(self, attributes: dict[str, object], path: str, module: nn.Module | None = None) -> None:

@@ -11,6 +11,7 @@ one form:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -250,8 +251,9 @@ def _placed(x: torch.Tensor) -> tuple[object, ...]:
     return tuple(x.shape), x.stride(), x.storage_offset(), storage_id(x.untyped_storage())
 
 
-class _Facts(NamedTuple):
-    """Facts of an operator's schema: see `written_names` and `says_nothing`. The operator keeps its id."""
+@dataclass(frozen=True, eq=False)
+class _Facts:
+    """Facts of an operator's schema: see `written_names` and `says_nothing`. As a key, they stand for the operator."""
 
     target: Target
     written: tuple[str, ...]
@@ -260,19 +262,19 @@ class _Facts(NamedTuple):
     on_meta: dict[object, Results]  # the form of a call on the meta device -> its results, for operators of torch
 
 
-#: Id of an operator -> its facts. Hashing an operator itself takes longer.
-_FACTS: dict[int, _Facts] = {}
+#: Operator -> its facts.
+_FACTS: dict[Target, _Facts] = {}
 
 
 def facts_of(target: Target) -> _Facts:
     """The facts of an operator."""
-    known = _FACTS.get(id(target))
+    known = _FACTS.get(target)
     if known is None:
         schema = schema_of(target)
         written = tuple([a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write])
         beside = getattr(target, "namespace", "") in _BESIDE
         known = _Facts(target, written, not schema.returns and not written, beside, {})
-        _FACTS[id(target)] = known
+        _FACTS[target] = known
     return known
 
 

@@ -28,6 +28,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 
 from ..autocast import Autocast, current
+from ..identity_tables import IdentitySet
 from ..torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -245,11 +246,11 @@ class LightRun:
 
     def _entering(self) -> Callable[..., object]:
         """A function that calls a module, and notes which of the model's modules is running."""
-        running, own = self._running, set(map(id, self._modules.values()))
+        running, own = self._running, IdentitySet(self._modules.values())
 
         def enter(call: Callable[..., object], module: nn.Module, *args: object, **kwargs: object) -> object:
             # A loss or an activation that the forward makes has no path: its operators belong to the module around it.
-            running.append(module if id(module) in own or not running else running[-1])
+            running.append(module if module in own or not running else running[-1])
             try:
                 return call(module, *args, **kwargs)
             finally:
@@ -272,7 +273,7 @@ class LightRun:
             form: object = positional, form_of_arguments(tuple(kwargs.items()), tensors) if kwargs else ()
             if target is MARK or target is EDGE:  # the number of a call changes nothing
                 form = form_of_arguments(args[:1], [])
-            key = id(target), form, grad, casting.dtypes, torch.get_default_dtype()
+            key = facts, form, grad, casting.dtypes, torch.get_default_dtype()
             results = self._known.get(key)
             if results is None:
                 results = self._known[key] = self._results(target, args, kwargs, form, tensors)

@@ -41,6 +41,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import CaptureError, SettingError
 from ..graph import Graph, Op, Recompute, Value, map_values
+from ..identity_tables import IdentityMap
 from ..rules.registry import function_rule
 from ..torch_private import (
     VMAP_ENDS,
@@ -444,7 +445,10 @@ def inside(spans: Iterable[tuple[int, int, int]]) -> dict[int, int]:
 
 
 def recomputed_ops(
-    ops: list[Op], entered: list[RecomputeSettings], spans: Iterable[tuple[int, int, int]], names: dict[int, str]
+    ops: list[Op],
+    entered: list[RecomputeSettings],
+    spans: Iterable[tuple[int, int, int]],
+    names: IdentityMap[object, str],
 ) -> list[Op]:
     """The operators, with the recompute settings of their regions.
 
@@ -452,13 +456,13 @@ def recomputed_ops(
         ops: the operators of a graph.
         entered: the settings of the regions, by call number.
         spans: as of `inside`.
-        names: ``id(operator)`` of marked operators -> their names.
+        names: marked operators -> their names.
     """
     regions, out = inside(spans), list(ops)
     for i, call in regions.items():
         call_settings = entered[call]
         keep = call_settings.policy is not None and _saved_by_torch(call_settings.policy, out[i])
-        path = call_settings.path or names.get(id(call_settings.owner), "")
+        path = call_settings.path or names.get(call_settings.owner, "")
         out[i] = replace(
             out[i],
             recompute=Recompute(call, path, False, call_settings.mp_comm, call_settings.parallel_optimizer_comm, keep),

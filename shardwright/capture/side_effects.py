@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from ..errors import place_text
+from ..identity_tables import IdentityMap, IdentitySet
 from ..torch_private import buffer_table, part_tables
 from .observed.places import CONTAINERS, MISSING, Entry, GuardedPlace, contents, is_simple, spelled
 from .observed_state import Change, Observation
@@ -375,17 +376,17 @@ def judged(seen: Observation, effects: Effects) -> ForwardOutcome:
             drawn[1],
         )
     outcome, done = ForwardOutcome(effects=Effects(list(effects.entries))), set()
-    buffers = {id(buffer_table(m)) for _, m in seen.modules}
-    parts = {id(table): kind for _, m in seen.modules for kind, table in part_tables(m).items()}
+    buffers = IdentitySet[object](buffer_table(m) for _, m in seen.modules)
+    parts = IdentityMap[object, str]((table, kind) for _, m in seen.modules for kind, table in part_tables(m).items())
     for change in list(seen.changes()):
         place, new = change.place, change.new
         done.add(place.identity)
-        if id(place.owner) in buffers:
+        if place.owner in buffers:
             outcome.updates.append(_update(change))
         elif seen.is_hook(place):  # a hook for one call
             outcome.effects.entries.append(_Assigned(place, MISSING))
-        elif id(place.owner) in parts:
-            what = parts[id(place.owner)].removesuffix("s")
+        elif place.owner in parts:
+            what = parts[place.owner].removesuffix("s")
             raise Blamed(
                 f"the forward replaces, adds or deletes its {what} {place.path}",
                 "changes of the model outside of its forward",

@@ -34,6 +34,7 @@ from torch.distributions import Distribution
 from torch.nn import functional
 
 from ..errors import CaptureError, place_text
+from ..identity_tables import IdentityMap
 from ..rules.loss import ctc_losses
 from ..torch_private import COMPILER, AdaptiveOutput, hooks_of, hooks_of_all_modules
 from .hybrid_models import refused_collective
@@ -359,11 +360,11 @@ def in_all_files(seen: Files, functions: Iterable[tuple[object, object]]) -> Non
         seen: the files: ``from torch import manual_seed as seed`` is an entry. The observation puts the others back.
         functions: (the other function, the function in its place) of each.
     """
-    by_id = {id(plain): ours for plain, ours in functions}
+    stand_ins = IdentityMap[object, object](functions)
     for file in seen.files:
         for key, value in list(file.items()):
-            if id(value) in by_id:
-                seen.put_stand_in(GuardedPlace(file, key, f"{file.get('__name__')}.{key}"), value, by_id[id(value)])
+            if value in stand_ins:
+                seen.put_stand_in(GuardedPlace(file, key, f"{file.get('__name__')}.{key}"), value, stand_ins[value])
 
 
 class _Stream:

@@ -489,7 +489,7 @@ class AutoParallel(ProgramCache, nn.Module):
             compiled=self._running.compiled,
             gradients_mean=self._running.gradients_mean and self.loss_fn is None,
         )
-        around = {id(self.net): HOOKS[:2] if self.loss_fn is None else HOOKS[:1]}
+        around = {self.net: HOOKS[:2] if self.loss_fn is None else HOOKS[:1]}
         assert recording.effects is not None
         program.exact, program.effects = self._running.random == "exact", recording.effects
         program.guards = recording.guards = Guards(

@@ -13,6 +13,7 @@ import functools
 import types
 from typing import NamedTuple
 
+from ...identity_tables import IdentityMap
 from ..source_lines import is_users
 
 __all__ = ["NameRead", "Names", "names_of", "names_read", "user_function"]
@@ -66,8 +67,8 @@ class Names(NamedTuple):
     identifiers: frozenset[str]
 
 
-#: Id of a code object -> itself, and the names in it. Hashing a code object takes longer than a walk of its names.
-_NAMES: dict[int, tuple[types.CodeType, Names]] = {}
+#: Code object -> the names in it. Hashing a code object by its content takes longer than a walk of its names.
+_NAMES: IdentityMap[types.CodeType, Names] = IdentityMap()
 #: The number of code objects that are remembered.
 _KEPT_NAMES = 4096
 
@@ -79,12 +80,12 @@ def names_read(code: types.CodeType) -> tuple[NameRead, ...]:
 
 def names_of(code: types.CodeType) -> Names:
     """All names in a code object."""
-    known = _NAMES.get(id(code))
+    known = _NAMES.get(code)
     if known is None:
         if len(_NAMES) >= _KEPT_NAMES:
             _NAMES.clear()
-        known = _NAMES[id(code)] = code, _names_in(code)
-    return known[1]
+        known = _NAMES[code] = _names_in(code)
+    return known
 
 
 def _names_in(code: types.CodeType) -> Names:

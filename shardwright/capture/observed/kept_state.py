@@ -19,11 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ...identity_tables import IdentityMap
 from ...torch_private import forward_hook_tables, part_tables
 from ..regions import IN_PLACE_OF
 from .memoised_functions import MemoisedStandIn
 from .opaque_state import draws, equal_states, set_state, state_of, watch_state
-from .places import CONTAINERS, MISSING, GuardedPlace, contents, entries, filled, refill, same_content
+from .places import CONTAINERS, MISSING, GuardedPlace, contents, entries, filled, place_key, refill, same_content
 
 __all__ = ["PLAIN", "Change", "KeptState", "untraced_function"]
 
@@ -141,34 +142,32 @@ def _as_dict(content: Collection[object]) -> dict[object, object]:
 
 
 class KeptState:
-    """Copies of the state in reach of a forward.
-
-    The dicts below have ids as keys. Every such object is kept alive here, so that no other object gets its id.
-    """
+    """Copies of the state in reach of a forward."""
 
     def __init__(self) -> None:
-        self._paths: dict[int, str] = {}  # id of a dict of attributes, one of `_spaces` -> the path of its object
-        self._spaces: dict[int, _Snapshot] = {}
-        self._containers: dict[int, _Snapshot] = {}
+        #: A dict of attributes, one of `_spaces`, or an object -> the path of the object.
+        self._paths: IdentityMap[object, str] = IdentityMap()
+        self._spaces: IdentityMap[object, _Snapshot] = IdentityMap()
+        self._containers: IdentityMap[object, _Snapshot] = IdentityMap()
         self._hooks: list[_Snapshot] = []
         self._places: dict[tuple[int, object], tuple[GuardedPlace, object]] = {}
         self._entries: list[tuple[type, frozenset[str]]] = []  # classes, and the names of their attributes
-        # Id of an object -> itself, its state, its path.
-        self._opaque: dict[int, tuple[object, tuple[object, ...], str]] = {}
-        self._replaced: dict[tuple[int, object], object] = {}  # a place -> its number, while a counter replaces it
+        #: Object without attributes -> its state, its path.
+        self._opaque: IdentityMap[object, tuple[tuple[object, ...], str]] = IdentityMap()
+        self._replaced: dict[GuardedPlace, object] = {}  # a place -> its number, while a counter replaces it
         self._stood_for: list[tuple[GuardedPlace, object]] = []  # places of stand-ins -> the objects behind them
         self._present: list[object] = []  # the values of `_places`, while a further run keeps them
         self._own: set[tuple[int, object]] = set()  # attributes that torch's layers assign to themselves
 
     def keep_space(self, attributes: dict[str, object], path: str, module: nn.Module | None = None) -> bool:
         """Keep a dict of attributes, and the tables of its module; False where it is kept already."""
-        if id(attributes) in self._paths:
+        if attributes in self._paths:
             return False
-        self._paths[id(attributes)] = path
-        self._spaces[id(attributes)] = self._snapshot(attributes, path)
+        self._paths[attributes] = path
+        self._spaces[attributes] = self._snapshot(attributes, path)
         tables = {} if module is None else part_tables(module)
         for kind, table in tables.items():
-            self._spaces[id(table)] = self._snapshot(table, path, of_tensors=kind != "submodules")
+            self._spaces[table] = self._snapshot(table, path, of_tensors=kind != "submodules")
         if module is not None:
             self.keep_hooks_of(module, path)
         return True
@@ -180,14 +179,14 @@ class KeptState:
 
     def keep_content(self, container: Collection[object], path: str) -> bool:
         """Keep a list, dict or set; False where it is kept already."""
-        if id(container) in self._containers:
+        if container in self._containers:
             return False
-        self._containers[id(container)] = self._snapshot(container, path)
+        self._containers[container] = self._snapshot(container, path)
         return True
 
     def keep_place(self, place: GuardedPlace) -> None:
         """Keep the value of a place outside of the kept dicts."""
-        if not isinstance(place.owner, dict) or id(place.owner) not in self._paths:
+        if not isinstance(place.owner, dict) or place.owner not in self._paths:
             self._places.setdefault(place.identity, (place, untraced_function(place.get())))
 
     def keep_class(self, cls: type) -> None:
@@ -202,7 +201,7 @@ class KeptState:
         """Keep the state of an object without attributes; False for an object of another kind."""
         state = state_of(value)
         if state is not None:
-            self._opaque.setdefault(id(value), (value, state, path))
+            self._opaque.setdefault(value, (state, path))
         return state is not None
 
     def put_stand_in(self, place: GuardedPlace, value: object, stand_in: object) -> None:
@@ -217,7 +216,7 @@ class KeptState:
 
     def begin_with(self, owner: object, key: object, value: object) -> bool:
         """Let the forward begin with another entry of a dict or container; False where it is not kept."""
-        snapshot = self._spaces.get(id(owner)) or self._containers.get(id(owner))
+        snapshot = self._spaces.get(owner) or self._containers.get(owner)
         if snapshot is None:
             return False
         begun = snapshot.begun = filled(snapshot.begun)
@@ -235,7 +234,7 @@ class KeptState:
             numbers: place -> its value during this forward.
         """
         for place, value in numbers.items():
-            self._replaced[place.identity] = place.get()
+            self._replaced[place] = place.get()
             self._places.setdefault(place.identity, (place, place.get()))
             place.set(value)
         for snapshot in (*self._spaces.values(), *self._containers.values(), *self._hooks):
@@ -246,9 +245,9 @@ class KeptState:
         if not isinstance(owner, dict):
             return filled(owner)
         copied = filled(owner)
-        for (owned, key), number in self._replaced.items():
-            if owned == id(owner) and key in copied:
-                copied[key] = number
+        for place, number in self._replaced.items():
+            if place.owner is owner and place.key in copied:
+                copied[place.key] = number
         return copied
 
     def _snapshot(self, owner: Collection[object], path: str, of_tensors: bool = False) -> _Snapshot:
@@ -265,7 +264,7 @@ class KeptState:
             if place.identity in self._places:
                 self._places[place.identity] = place, value
         self._places = {identity: (place, _without_tensor(old)) for identity, (place, old) in self._places.items()}
-        self._opaque = {key: (value, (), path) for key, (value, _, path) in self._opaque.items()}
+        self._opaque = IdentityMap((value, ((), path)) for value, (_, path) in self._opaque.items())
         self._hooks.clear()
         self._replaced.clear()
         self._stood_for.clear()
@@ -285,18 +284,18 @@ class KeptState:
 
     def keep_those_of(self, earlier: KeptState) -> None:
         """Keep the present state of all that an earlier run of the same forward has kept."""
-        self._paths = dict(earlier._paths)
-        self._spaces = {
-            k: self._snapshot(snapshot.owner, snapshot.path, snapshot.of_tensors)
-            for k, snapshot in earlier._spaces.items()
-        }
-        self._containers = {
-            k: self._snapshot(snapshot.owner, snapshot.path) for k, snapshot in earlier._containers.items()
-        }
+        self._paths = IdentityMap(earlier._paths.items())
+        self._spaces = IdentityMap(
+            (owner, self._snapshot(snapshot.owner, snapshot.path, snapshot.of_tensors))
+            for owner, snapshot in earlier._spaces.items()
+        )
+        self._containers = IdentityMap(
+            (owner, self._snapshot(snapshot.owner, snapshot.path)) for owner, snapshot in earlier._containers.items()
+        )
         present, earlier._present = earlier._present, []
         self._places = {k: (place, now) for (k, (place, _)), now in zip(earlier._places.items(), present)}
         self._entries = list(earlier._entries)
-        for value, _, path in earlier._opaque.values():
+        for value, (_, path) in earlier._opaque.items():
             self.keep_opaque(value, path)
 
     def keep_hooks_of(self, module: nn.Module, path: str) -> None:
@@ -314,13 +313,13 @@ class KeptState:
         for place, old in self._places.values():
             new = untraced_function(place.get())
             looked_at = isinstance(place.owner, dict) and (
-                id(place.owner) in self._paths or id(place.owner) in self._containers
+                place.owner in self._paths or place.owner in self._containers
             )
             if new is not old and not looked_at and not _equal(old, new):
                 yield Change(place, old, new)
         for cls, names in self._entries:
             for name in vars(cls).keys() - names:
-                if (id(cls), name) not in self._places and not name.startswith("__"):
+                if place_key(cls, name) not in self._places and not name.startswith("__"):
                     yield Change(GuardedPlace(cls, name, f"{cls.__name__}.{name}"), MISSING, vars(cls)[name])
         for snapshot in self._containers.values():
             container, before = snapshot.owner, snapshot.begun
@@ -330,8 +329,8 @@ class KeptState:
             yield from found
             if not found:
                 yield Change(GuardedPlace(container, None, snapshot.path), tuple(before), tuple(container))
-        for value, before, path in self._opaque.values():
-            if not draws(value) and not equal_states(state_of(value), before):
+        for value, (state, path) in self._opaque.items():
+            if not draws(value) and not equal_states(state_of(value), state):
                 yield Change(GuardedPlace(value, None, path), (), ())
         for snapshot in self._hooks:
             for number, hook in _as_dict(snapshot.begun).items():
@@ -347,8 +346,8 @@ class KeptState:
 
         Generators of torch are not looked at. None where the forward has drawn from none.
         """
-        for generator, before, path in self._opaque.values():
-            if draws(generator) and not equal_states(state_of(generator), before):
+        for generator, (state, path) in self._opaque.items():
+            if draws(generator) and not equal_states(state_of(generator), state):
                 return path, watch_state(generator)
         return None
 
@@ -371,8 +370,8 @@ class KeptState:
         for cls, names in self._entries:
             for name in [name for name in vars(cls).keys() - names if not name.startswith("__")]:
                 delattr(cls, name)
-        for value, before, _ in self._opaque.values():
-            set_state(value, before)
+        for value, (state, _) in self._opaque.items():
+            set_state(value, state)
 
     def put_back(self) -> None:
         """Restore the state from before the capture."""

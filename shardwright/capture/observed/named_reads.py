@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import nn
 
+from ...identity_tables import IdentityMap, IdentitySet
 from ..annotations import Operator
 from ..source_lines import is_users
 from .code_names import names_of, user_function
@@ -83,25 +84,27 @@ class NamedReads(KeptState):
         self._source: _Source = SEEN
         self._looked_at: set[tuple[int, object]] = set()
         self._users = _Users()
-        self._scanned: dict[int, object] = {}  # id of a function or code -> itself
+        self._scanned: IdentitySet[object] = IdentitySet()  # functions, codes and classes
         # Id of code -> functions too deep to be scanned before it runs.
         self._reached: dict[int, dict[int, types.FunctionType]] = {}
         self._waiting: collections.deque[tuple[types.FunctionType, int]] = collections.deque()  # still to be scanned
         self._depth = -1  # of the function that is being scanned
         self._identifiers: dict[int | None, frozenset[str]] = {}  # id of a function's code -> the names in it
-        self._lineages: dict[int, tuple[type, ...]] = {}  # id of a class -> its bases of the user, itself the first
+        self._lineages: IdentityMap[type, tuple[type, ...]] = IdentityMap()  # class -> itself and its bases of the user
         #: Name -> the classes, each with its bases, and the files that have it, and the function that has found each.
         self._holders: dict[str, list[tuple[int | None, _Holder]]] = {}
-        self._found_by: dict[int, set[int | None]] = {}  # id of a class or file -> the functions that have found it
+        #: Class or file -> the functions that have found it.
+        self._found_by: IdentityMap[type | types.ModuleType, set[int | None]] = IdentityMap()
         self._looked_through: set[tuple[int, bool, _Source]] = set()  # classes whose special methods count as read
         self._stand_ins: StandIns
-        self._inserted: dict[tuple[int, str], dict[str, object]] = {}  # stand-ins of builtin functions in files
+        #: Names of a file -> those of stand-ins of builtin functions among them.
+        self._inserted: IdentityMap[dict[str, object], list[str]] = IdentityMap()
         # What has decided which objects are in reach, besides the kept state: see `found_alike`.
         self.repeatable = True
         # Places that are read and not recorded.
         self._passed: dict[tuple[int, object], tuple[GuardedPlace, object]] = {}
-        self._absent: dict[int, tuple[dict[str, object], set[str]]] = {}  # id of a file's names -> it, names it has not
-        self._listed: dict[int, tuple[dict[str, object], frozenset[str]]] = {}  # the same, and all of its names
+        self._absent: IdentityMap[dict[str, object], set[str]] = IdentityMap()  # names of a file -> names it has not
+        self._listed: IdentityMap[dict[str, object], frozenset[str]] = IdentityMap()  # names of a file -> all of them
         self._imports: dict[str, types.ModuleType | None] = {}  # name of a file that is imported -> the file
         self._functions_replaced: list[GuardedPlace] = []  # places of functions that have stand-ins in some run
         self._namespaces: dict[tuple[int, object], GuardedPlace] = {}  # places in namespaces, which count as read
@@ -144,8 +147,9 @@ class NamedReads(KeptState):
 
     def take_out(self) -> None:
         """Take the stand-ins of builtin functions out of the user's files."""
-        for (_, name), file_names in self._inserted.items():
-            file_names.pop(name, None)
+        for file_names, inserted in self._inserted.items():
+            for name in inserted:
+                file_names.pop(name, None)
 
     def _found(self, value: object, path: str) -> None:
         """Watch a value in reach of the forward."""
@@ -194,7 +198,7 @@ class NamedReads(KeptState):
     def _scan(self, value: object) -> None:
         """Count the globals and cells in a function's code as read, and follow what they hold."""
         function = user_function(value)
-        if function is None or id(function) in self._scanned:
+        if function is None or function in self._scanned:
             return
         code = id(function.__code__)
         if self._depth == _DEPTH:
@@ -202,7 +206,7 @@ class NamedReads(KeptState):
             if self.ran is not None and code in self.ran:
                 self._scan_reached(code)
             return
-        self._scanned[id(function)] = function
+        self._scanned.add(function)
         self._waiting.append((function, self._depth + 1))
         if self._depth >= 0:
             return
@@ -218,14 +222,14 @@ class NamedReads(KeptState):
         """Scan the functions of code that runs."""
         source = self._source
         for function in self._reached.pop(code, {}).values():
-            if id(function) not in self._scanned:
-                self._scanned[id(function)] = function
+            if function not in self._scanned:
+                self._scanned.add(function)
                 self._scan_function(function)
         self._source = source
 
     def _scan_function(self, function: types.FunctionType) -> None:
         code, named = function.__code__, function.__qualname__
-        self._scanned[id(code)] = code
+        self._scanned.add(code)
         self._source = id(code), None
         self._space(vars(function), named)
         for name, path in (
@@ -257,8 +261,8 @@ class NamedReads(KeptState):
         self._depth = _DEPTH  # what runs is seen to run: no function is followed
         try:
             self._scan_reached(id(code))
-            if id(code) not in self._scanned:
-                self._scanned[id(code)] = code
+            if code not in self._scanned:
+                self._scanned.add(code)
                 self._scan_code(code, file_names, {})
             self._named(names_of(code).identifiers)
         finally:
@@ -268,23 +272,24 @@ class NamedReads(KeptState):
         self, code: types.CodeType, file_names: dict[str, object], cells: dict[str, tuple[object, str]]
     ) -> None:
         names, file = names_of(code), file_names.get("__name__", "")
+        inserted = self._inserted.setdefault(file_names, [])
         for kind, name, chain in names.reads:
             if kind == "cell" and name in cells:
                 cell, path = cells[name]
                 self._chain(GuardedPlace(cell, name, path), chain)
-            elif kind == "global" and (id(file_names), name) in self._inserted:
+            elif kind == "global" and name in inserted:
                 continue
             elif kind == "global" and name in file_names:
                 self._chain(GuardedPlace(file_names, name, f"{file}.{name}"), chain)
             elif kind == "global":
-                self._absent.setdefault(id(file_names), (file_names, set()))[1].add(name)
+                self._absent.setdefault(file_names, set()).add(name)
                 self._insert(file_names, name)
         for module, name in names.imports:
             self._imported(module, name, file_names)
         if names.identifiers & {"eval", "exec"}:  # the text may name any global
             self._list(file_names)
             for name, value in [*file_names.items()]:
-                if (id(file_names), name) in self._inserted:
+                if name in inserted:
                     continue
                 if not name.startswith("__") and not isinstance(value, (types.ModuleType, types.FunctionType, type)):
                     self._chain(GuardedPlace(file_names, name, f"{file}.{name}"), ())
@@ -294,13 +299,12 @@ class NamedReads(KeptState):
         stand_in = self._stand_ins.of_file(name)
         if stand_in is not None:
             file_names[name] = stand_in
-            self._inserted[id(file_names), name] = file_names
+            self._inserted.setdefault(file_names, []).append(name)
 
     def _list(self, names: dict[str, object]) -> None:
         """Note that all names of a file count."""
-        if id(names) not in self._listed:
-            put = {name for key, name in self._inserted if key == id(names)}
-            self._listed[id(names)] = names, frozenset(names) - put
+        if names not in self._listed:
+            self._listed[names] = frozenset(names).difference(self._inserted.get(names, []))
 
     def _pass(self, place: GuardedPlace, value: object) -> None:
         """Note the value of a place that is read and not recorded."""
@@ -321,7 +325,7 @@ class NamedReads(KeptState):
         for attribute in chain:
             if isinstance(value, types.ModuleType):
                 if attribute not in vars(value):
-                    self._absent.setdefault(id(vars(value)), (vars(value), set()))[1].add(attribute)
+                    self._absent.setdefault(vars(value), set()).add(attribute)
                     if attribute == "__dict__":
                         self._file(value)
                     return
@@ -371,7 +375,7 @@ class NamedReads(KeptState):
         if name in vars(file):
             self._chain(GuardedPlace(vars(file), name, f"{full}.{name}"), ())
         else:
-            self._absent.setdefault(id(vars(file)), (vars(file), set()))[1].add(name)
+            self._absent.setdefault(vars(file), set()).add(name)
             submodule = sys.modules.get(f"{full}.{name}") if name else file
             self._imports[f"{full}.{name}" if name else full] = submodule
             if submodule is not None:
@@ -387,18 +391,19 @@ class NamedReads(KeptState):
             for found_by, holder in [*self._holders[word]]:
                 self._members(code, found_by, holder, word)
 
-    def _holder(self, key: int, names: Iterable[str], holder: _Holder) -> None:
+    def _holder(self, owner: type | types.ModuleType, names: Iterable[str], holder: _Holder) -> None:
         """Count the attributes of a class, or the names of a file, that functions name as read.
 
         Args:
-            key: the id of the class or file.
+            owner: the class or file.
             names: its names.
             holder: the file, or the class and its bases.
         """
         found_by = self._source[0]
-        if found_by in self._found_by.setdefault(key, set()) or None in self._found_by[key]:
+        finders = self._found_by.setdefault(owner, set())
+        if found_by in finders or None in finders:
             return
-        self._found_by[key].add(found_by)
+        finders.add(found_by)
         names = {name for name in names if name[:2] != "__"}
         for name in names:
             self._holders.setdefault(name, []).append((found_by, holder))
@@ -416,7 +421,7 @@ class NamedReads(KeptState):
         """
         source, self._source = self._source, (code, found_by)
         if isinstance(holder, types.ModuleType):
-            if (id(vars(holder)), name) not in self._inserted:
+            if name not in self._inserted.get(vars(holder), []):
                 self._chain(GuardedPlace(vars(holder), name, f"{holder.__name__}.{name}"), ())
         else:
             holds = [name in vars(base) for base in holder]
@@ -429,7 +434,7 @@ class NamedReads(KeptState):
         """Count the names of a user's file that functions name as read: the file was passed on as a value."""
         if is_users_file(module):
             self._list(vars(module))
-            self._holder(id(module), vars(module), module)
+            self._holder(module, vars(module), module)
 
     def _lineage(self, cls: type, built: bool = False) -> None:
         """Count the attributes of a class that functions name as read.
@@ -437,17 +442,17 @@ class NamedReads(KeptState):
         Args:
             built: an object of the class is in reach; its special methods count as read.
         """
-        lineage = self._lineages.get(id(cls))
+        lineage = self._lineages.get(cls)
         if lineage is None:
-            lineage = self._lineages[id(cls)] = _lineage_of(cls)
+            lineage = self._lineages[cls] = _lineage_of(cls)
             for base in lineage:
-                if id(base) not in self._scanned:
-                    self._scanned[id(base)] = base
+                if base not in self._scanned:
+                    self._scanned.add(base)
                     self.keep_class(base)
                     for name, value in [*vars(base).items()]:
                         if isinstance(value, CONTAINERS):
                             self._found(value, f"{base.__name__}.{name}")
-        self._holder(id(cls), {name for base in lineage for name in vars(base)}, lineage)
+        self._holder(cls, {name for base in lineage for name in vars(base)}, lineage)
         if (id(cls), built, self._source) in self._looked_through:
             return
         self._looked_through.add((id(cls), built, self._source))
@@ -464,8 +469,8 @@ class NamedReads(KeptState):
         return (
             self.repeatable
             and all(untraced_function(place.get()) is value for place, value in self._passed.values())
-            and all(names.isdisjoint(file_names) for file_names, names in self._absent.values())
-            and all(file_names.keys() == names for file_names, names in self._listed.values())
+            and all(names.isdisjoint(file_names) for file_names, names in self._absent.items())
+            and all(file_names.keys() == names for file_names, names in self._listed.items())
             and all(sys.modules.get(name) is file for name, file in self._imports.items())
             and all(id(f.__code__) == code for code, reached in self._reached.items() for f in reached.values())
             and all(lineage == _lineage_of(lineage[0]) for lineage in self._lineages.values() if lineage)
@@ -474,22 +479,23 @@ class NamedReads(KeptState):
     def find_those_of(self, earlier: NamedReads) -> None:
         """Find what an earlier run of the same forward has found."""
         self._passed, self._imports = dict(earlier._passed), dict(earlier._imports)
-        self._absent = {key: (file_names, set(names)) for key, (file_names, names) in earlier._absent.items()}
-        self._listed, self._namespaces = dict(earlier._listed), dict(earlier._namespaces)
+        self._absent = IdentityMap((file_names, set(names)) for file_names, names in earlier._absent.items())
+        self._listed, self._namespaces = IdentityMap(earlier._listed.items()), dict(earlier._namespaces)
         self._noted = {source: dict(places) for source, places in earlier._noted.items()}
         read, through = earlier._begun
         self._noted[SEEN] = read | self._namespaces
         self._looked_through = {entry for entry in earlier._looked_through if entry[2] != SEEN} | through
-        self._looked_at, self._scanned = set(earlier._looked_at), dict(earlier._scanned)
+        self._looked_at, self._scanned = set(earlier._looked_at), IdentitySet(earlier._scanned)
         self._reached = {code: dict(functions) for code, functions in earlier._reached.items()}
-        self._identifiers, self._lineages = dict(earlier._identifiers), dict(earlier._lineages)
+        self._identifiers, self._lineages = dict(earlier._identifiers), IdentityMap(earlier._lineages.items())
         self._holders = {name: list(holders) for name, holders in earlier._holders.items()}
-        self._found_by = {key: set(codes) for key, codes in earlier._found_by.items()}
+        self._found_by = IdentityMap((found, set(codes)) for found, codes in earlier._found_by.items())
         for place in earlier._functions_replaced:
             self._functions_replaced.append(place)
             self._put_function(place, place.get())
-        for (_, name), file_names in earlier._inserted.items():
-            self._insert(file_names, name)
+        for file_names, inserted in earlier._inserted.items():
+            for name in inserted:
+                self._insert(file_names, name)
 
     def note_begun(self) -> None:
         """Note the reads before the forward begins, which a further run has too."""

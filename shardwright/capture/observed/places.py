@@ -27,6 +27,7 @@ __all__ = [
     "entries",
     "filled",
     "is_simple",
+    "place_key",
     "refill",
     "same",
     "same_content",
@@ -94,6 +95,11 @@ def _is_numpy_scalar(value: object) -> bool:
     return numpy is not None and isinstance(value, numpy.generic)
 
 
+def place_key(owner: object, key: object) -> tuple[int, object]:
+    """A key that is equal for the same place. A dict of such keys holds the places too: they keep the ids alive."""
+    return id(owner), key
+
+
 @dataclass(frozen=True, eq=False)
 class GuardedPlace:
     """A place in which Python keeps a value.
@@ -111,7 +117,7 @@ class GuardedPlace:
 
     @property
     def identity(self) -> tuple[int, object]:
-        """A key that is equal for the same place. A dict of such keys holds the places too: they keep the ids alive."""
+        """See `place_key`."""
         return id(self.owner), self.key
 
     def get(self) -> object:

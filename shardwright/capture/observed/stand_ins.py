@@ -38,6 +38,7 @@ from types import FrameType
 from typing import Any, NoReturn, Protocol, TypeGuard
 
 from ...errors import PACKAGE_FOLDER, CaptureError
+from ...identity_tables import IdentityMap
 from ..source_lines import is_users
 from .places import Entry
 
@@ -204,8 +205,8 @@ class StandIns:
 
     def __init__(self, observer: Observer, later: bool) -> None:
         self._observer, self._later, self._thread = observer, later, threading.get_ident()
-        # Id of a function -> itself, and its stand-in in this run.
-        self._functions: dict[int, tuple[_Function, _Function | None]] = {}
+        # Function -> its stand-in in this run; None: it has one in another run.
+        self._functions: IdentityMap[object, _Function | None] = IdentityMap()
         for owner, name, made in (*self._refused(), *self._copies(), *self._clocks()):
             plain = getattr(owner, name, None)
             if plain is None:
@@ -214,7 +215,7 @@ class StandIns:
             if owner is not time or later:
                 stand_in = made(plain)
                 setattr(stand_in, _REPLACED, plain)
-            self._functions[id(plain)] = plain, stand_in
+            self._functions[plain] = stand_in
 
     def _inside(self) -> bool:
         """True while the forward runs; other threads, of a data loader say, go on as ever."""
@@ -272,12 +273,11 @@ class StandIns:
 
     def may_replace(self, value: object) -> bool:
         """True for a function that has a stand-in in some run of a capture."""
-        return id(value) in self._functions
+        return value in self._functions
 
     def function(self, value: object) -> _Function | None:
         """The stand-in for a function of Python or numpy; None where the function itself is called."""
-        known = self._functions.get(id(value))
-        return None if known is None else known[1]
+        return self._functions.get(value)
 
     def of_file(self, name: str) -> _Function | None:
         """The stand-in for a builtin function in a file of the user; None where the function itself is called."""
