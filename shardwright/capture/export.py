@@ -79,7 +79,7 @@ from .watched_calls import instead_of_checks, refuse_backward_hooks, watched_cal
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["ModelAndLoss", "Recording", "capture", "captures"]
+__all__ = ["CaptureSettings", "ModelAndLoss", "Recording", "capture", "captures"]
 
 _LOG = logging.getLogger("shardwright.capture")
 

@@ -27,7 +27,7 @@ from .annotations import is_collecting
 from .module_calls import LossFunction
 from .source_lines import calling_line
 
-__all__ = ["check_call", "check_inputs", "check_values", "device_of", "place_of", "usable"]
+__all__ = ["TensorTable", "check_call", "check_inputs", "check_values", "device_of", "place_of", "usable"]
 
 
 def device_of(net: nn.Module, loss_fn: LossFunction | None = None, inputs: object = ()) -> torch.device:
@@ -59,12 +59,12 @@ def device_of(net: nn.Module, loss_fn: LossFunction | None = None, inputs: objec
 
 
 #: The parameters or buffers of a module, by their names.
-_TensorTable = dict[str, nn.Parameter | None] | dict[str, Tensor | None]
+TensorTable = dict[str, nn.Parameter | None] | dict[str, Tensor | None]
 
 
-def place_of(module: nn.Module) -> tuple[_TensorTable, str, torch.device] | None:
+def place_of(module: nn.Module) -> tuple[TensorTable, str, torch.device] | None:
     """The table and the name of the first parameter, or else buffer, and its device; None: there is none."""
-    tables: Iterator[_TensorTable]
+    tables: Iterator[TensorTable]
     tables = (table(part) for table in (parameter_table, buffer_table) for part in module.modules())
     return next(((t, name, tensor.device) for t in tables for name, tensor in t.items() if tensor is not None), None)
 

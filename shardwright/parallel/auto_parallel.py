@@ -23,13 +23,14 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from .. import autocast
 from ..capture.annotations import note_planned
 from ..capture.conditions import check_layouts
 from ..capture.export import ModelAndLoss, Recording
 from ..capture.guards import HOOKS, Guards
-from ..capture.model_device import check_inputs, check_values, place_of
+from ..capture.model_device import TensorTable, check_inputs, check_values, place_of
 from ..capture.module_calls import FunctionOfModels, has_global_hooks, hooked
 from ..errors import SettingError, known_keywords
 from ..garbage_collection import gc_paused, roomy_stack
@@ -77,7 +78,7 @@ _OBSERVER: contextvars.ContextVar[Callable[..., object] | None] = contextvars.Co
 
 
 @contextlib.contextmanager
-def observed(observer: Callable[[AutoParallel, tuple[Any, ...], dict[str, Any]], None] | None) -> Iterator[None]:
+def observed(observer: Callable[[AutoParallel, tuple[object, ...], dict[str, object]], None] | None) -> Iterator[None]:
     """Call `observer` before each planning of a model inside the ``with`` block; an exception of the observer ends
     that call.
 
@@ -246,7 +247,7 @@ class AutoParallel(ProgramCache, nn.Module):
         self.__dict__["_strategy_files"] = []
         self.__dict__["_awaited"] = []  # functions that load a checkpoint after the first plan
         self.__dict__["_copies"], self.__dict__["_whole"], self.__dict__["_first_ranks"] = [], None, {}
-        self._place: tuple[dict[str, Any], str, torch.device] | None = None
+        self._place: tuple[TensorTable, str, torch.device] | None = None
         self._where, self._stays = torch.device("cpu"), True
         self._stored: dict[str, Layout] | None = None
         self._used: dict[str, Layout] | None = None
@@ -325,11 +326,11 @@ class AutoParallel(ProgramCache, nn.Module):
 
     # -- running ----------------------------------------------------------------------------------------------------
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:  # what the wrapped model returns
         """Call the step function, or the model like any module."""
         return self.call_model(*args, **kwargs) if self._step is None else self._step.run(self, args, kwargs)
 
-    def call_model(self, *args: Any, **kwargs: Any) -> Any:
+    def call_model(self, *args: object, **kwargs: object) -> object:
         """Call the model. Global hooks (`register_module_forward_hook`) run with the wrapped model, not with the
         wrapper."""
         if transforms():
@@ -345,18 +346,18 @@ class AutoParallel(ProgramCache, nn.Module):
             )
         return hooked(self, self._with_global_hooks, args, kwargs, forward=True)
 
-    def call_function(self, entry: FunctionOfModels, *args: Any, **kwargs: Any) -> Any:
+    def call_function(self, entry: FunctionOfModels, *args: object, **kwargs: object) -> object:
         """Call a function of the wrapped models as one program, which has parameters in common with the model's."""
         with self._entered(entry):
             return self.call_model(*args, **kwargs)
 
-    def _with_global_hooks(self, *args: Any, **kwargs: Any) -> object:
+    def _with_global_hooks(self, *args: object, **kwargs: object) -> object:
         if self.loss_fn is None:
             return hooked(self.net, self.forward, args, kwargs, forward=True, own=False, everyones=True)
         return self.forward(*args, **kwargs)
 
     @signed_as_net
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """The model's outputs, or with `loss_fn` the loss of the whole batch; the last positional argument is then
         the target. numpy arrays are taken for tensors.
 
@@ -370,7 +371,7 @@ class AutoParallel(ProgramCache, nn.Module):
         call = self._running.buckets.padded(self.net, self.loss_fn, args, kwargs, self._agreed_bucket)
         return call.cropped(self._between_hooks(call.args, call.kwargs))
 
-    def _between_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    def _between_hooks(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a call with the hooks of the outermost module around it."""
         net = self.net
         hooks = hooks_of(net)
@@ -378,9 +379,9 @@ class AutoParallel(ProgramCache, nn.Module):
             return hooked(net, self._run, args, kwargs, forward=self.loss_fn is None, target=self.loss_fn is not None)
         return self._run(*args, **kwargs)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, *args: object, **kwargs: object) -> object:
         """Run a call between the model's own hooks."""
-        if self._loss_trains and self.loss_fn.training is not self.training:
+        if self._loss_trains and isinstance(self.loss_fn, nn.Module) and self.loss_fn.training is not self.training:
             self.loss_fn.train(self.training)
         if not kwargs and all(isinstance(x, torch.Tensor) for x in args):
             leaves, spec = args, len(args)  # the usual call: flattening a tree would take most of the time here
@@ -424,7 +425,8 @@ class AutoParallel(ProgramCache, nn.Module):
         """
         if self._place is not None:
             table, name, device = self._place
-            now = table[name].device if table.get(name) is not None else device
+            tensor = table.get(name)
+            now = device if tensor is None else tensor.device
             if now != device:
                 runtime = self._runtime()
                 if runtime.processes or runtime.chosen:
@@ -457,7 +459,7 @@ class AutoParallel(ProgramCache, nn.Module):
     @roomy_stack
     @gc_paused()
     def _build(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "", hooks_around: bool = True
+        self, args: tuple[object, ...], kwargs: dict[str, object], why: str = "", hooks_around: bool = True
     ) -> StepProgram | PipelineProgram:
         """Capture a call, plan it and build its program.
 
@@ -596,7 +598,7 @@ class AutoParallel(ProgramCache, nn.Module):
         requested(made)
         return made
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:  # any attribute of the wrapped model
         if not assigned(self, name, value):
             super().__setattr__(name, value)
 
@@ -604,11 +606,13 @@ class AutoParallel(ProgramCache, nn.Module):
         if not deleted(self, name):
             super().__delattr__(name)
 
-    def register_forward_pre_hook(self, hook: Callable[..., Any], **kwargs: Any) -> Any:
+    def register_forward_pre_hook(
+        self, hook: Callable[..., Any], *, prepend: bool = False, with_kwargs: bool = False
+    ) -> RemovableHandle:
         refuse_class(type(getattr(hook, "__self__", None)))  # the first thing that ``fully_shard`` does to a module
-        return super().register_forward_pre_hook(hook, **kwargs)
+        return super().register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # any attribute of the wrapped model
         try:
             return super().__getattr__(name)
         except AttributeError:

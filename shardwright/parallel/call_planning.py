@@ -14,13 +14,14 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
+from torch import nn
 
 from .. import autocast
 from ..capture.annotations import staged_modules, stored_whole, warn_of_ignored_stages
-from ..capture.export import ModelAndLoss, Recording, captures
+from ..capture.export import CaptureSettings, ModelAndLoss, Recording, captures
 from ..capture.hybrid_models import check_held, check_mode, one_slice, own_parameters
 from ..capture.model_device import check_inputs, check_values, device_of
 from ..capture.module_calls import FunctionOfModels
@@ -56,7 +57,7 @@ Earlier = TypeVar("Earlier", Plan, PipelinePlan)
 class CallPlanning(SettingMethods):
     """The planning of a wrapped model, as a base class: `AutoParallel` has the attributes that are read here."""
 
-    def infer_layout(self, *args: Any, **kwargs: Any) -> dict[str, ParameterPlan] | dict[str, StageParameter]:
+    def infer_layout(self, *args: object, **kwargs: object) -> dict[str, ParameterPlan] | dict[str, StageParameter]:
         """Plan a call without running it, and return the layout of each parameter and buffer. No parameter is cut or
         allocated. Files that `save_operator_strategy_file` and `save_param_strategy_file` still have to write are
         written.
@@ -76,7 +77,7 @@ class CallPlanning(SettingMethods):
         return self.infer(None, args, kwargs) if self._step is None else self._step.inferred(self, args, kwargs)
 
     def infer(
-        self, entry: FunctionOfModels | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, entry: FunctionOfModels | None, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> dict[str, ParameterPlan] | dict[str, StageParameter]:
         """`infer_layout` of a call of the model, or of a function of it."""
         args, kwargs = with_tensors((args, kwargs))
@@ -90,7 +91,7 @@ class CallPlanning(SettingMethods):
     def _planned(
         self,
         args: tuple[object, ...],
-        kwargs: dict[str, Any],
+        kwargs: dict[str, object],
         module: ModelAndLoss,
         before: StepProgram | PipelineProgram | None,
         *,
@@ -158,12 +159,12 @@ class CallPlanning(SettingMethods):
                 for x in pytree.tree_leaves((whole_args, whole_kwargs))
                 if isinstance(x, torch.Tensor)
             ]
-            if self._loss_trains:
+            if self._loss_trains and isinstance(self.loss_fn, nn.Module):
                 self.loss_fn.train(self.training)
             self._running.fusion.check(sum(p.requires_grad for p in module.parameters()))
             splits = is_split(whole_args, whole_kwargs)
 
-            how: dict[str, Any] = dict(
+            how = CaptureSettings(
                 loss_fn=self.loss_fn,
                 device=runtime.device,
                 hooks_around=hooks_around,
@@ -212,22 +213,36 @@ class CallPlanning(SettingMethods):
             if lies is not None:
                 groups = 1 if settings.pipeline is None else settings.pipeline.stages
                 stored = lies.onto(graph, devices, groups, stored, settings.uneven)
-            options: dict[str, Any] = dict(
-                stored=stored,
-                used=self._used,
-                whole=stored_whole(self.net, self.loss_fn),
-                searcher=None if ranks is None else ranks.search,
-            )
+            whole, searcher = stored_whole(self.net, self.loss_fn), None if ranks is None else ranks.search
             if settings.pipeline is not None:
                 modules = staged_modules(self.net, dict(settings.pipeline.stage_config))
                 earlier = self._earlier(PipelinePlan)
                 plan = make_pipeline(
-                    graph, wide, devices, settings, modules, splits, automatic=automatic, earlier=earlier, **options
+                    graph,
+                    wide,
+                    devices,
+                    settings,
+                    modules,
+                    splits,
+                    automatic=automatic,
+                    earlier=earlier,
+                    stored=stored,
+                    used=self._used,
+                    whole=whole,
+                    searcher=searcher,
                 )
             else:
                 own = OwnPrograms(own_parameters(module), self.loss_fn is not None) if hybrid else None
                 plan = make_plan(
-                    graph, devices, settings, own=own, earlier=() if hybrid else self._earlier(Plan), **options
+                    graph,
+                    devices,
+                    settings,
+                    own=own,
+                    earlier=() if hybrid else self._earlier(Plan),
+                    stored=stored,
+                    used=self._used,
+                    whole=whole,
+                    searcher=searcher,
                 )
             if lies is not None:
                 lies.check_stored(plan)
@@ -315,7 +330,7 @@ class CallPlanning(SettingMethods):
     def _runtime(self) -> Runtime:
         return current()
 
-    def _runtime_of(self, args: tuple[object, ...], kwargs: dict[str, Any]) -> Runtime:
+    def _runtime_of(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Runtime:
         """The runtime of a call: in a single process that was given no device, on the device of the model.
 
         Raises:

@@ -301,7 +301,7 @@ def warn_of_parts(
     whole = pytree.tree_leaves(global_inputs(*inputs, positions, strategy))
     shapes = [tuple(x.shape) for x in whole if isinstance(x, Tensor)]
     layouts = _layouts(model, positions, shapes)
-    by_rows: dict[tuple[Any, ...], dict[str, list[int]]] = {}
+    by_rows: dict[tuple[object, ...], dict[str, list[int]]] = {}
     for rank, digest in enumerate(digests):
         part = tuple(
             tuple(layout.position(dim, rank % positions) for dim in range(len(shape)))

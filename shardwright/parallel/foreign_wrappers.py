@@ -9,8 +9,6 @@ inside     AutoParallel(DDP(net)), torch.compile on a block, fully_shard(net), n
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -91,7 +89,7 @@ def refuse_class(cls: type) -> None:
         raise SettingError(f"{'fully_shard' if kind[0] == 'FSDP' else kind[0]} around a parallel model", legal=kind[1])
 
 
-def compile_instead(*args: Any, **kwargs: Any) -> None:
+def compile_instead(*args: object, **kwargs: object) -> None:
     """Refuse ``Module.compile``, in its place.
 
     Raises:
@@ -100,7 +98,7 @@ def compile_instead(*args: Any, **kwargs: Any) -> None:
     raise SettingError("compile() of a parallel model", legal=_COMPILE)
 
 
-_watching: list[Any] = []
+_watching: list[object] = []
 
 
 def watch_wrapping(kind: type[nn.Module]) -> None:

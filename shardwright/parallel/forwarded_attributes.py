@@ -20,7 +20,6 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
 
 import torch
 from torch import nn
@@ -54,7 +53,7 @@ def attribute_of_net(model: SettingMethods, name: str) -> object:
         return value
 
     @functools.wraps(value)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: object, **kwargs: object) -> object:
         outer = model._whole
         if outer is not None:
             if outer.rank not in (None, current().rank) and current().processes:
@@ -79,7 +78,7 @@ class signed_as_net:
     def __init__(self, function: Callable[..., object]) -> None:
         self.function = function
 
-    def __get__(self, model: SettingMethods | None, kind: type | None = None) -> Any:
+    def __get__(self, model: SettingMethods | None, kind: type | None = None) -> Callable[..., object]:
         if model is None:
             return self.function
         if model.loss_fn is not None:  # the target comes last
@@ -87,7 +86,7 @@ class signed_as_net:
         return _Bound(self.function, model)
 
 
-class _Bound(functools.partial[Any]):
+class _Bound(functools.partial[object]):
     """A wrapper's ``forward`` with the signature of the wrapped model."""
 
     @property
@@ -95,7 +94,7 @@ class _Bound(functools.partial[Any]):
         return inspect.signature(self.args[0].net.forward)
 
 
-def assigned(model: SettingMethods, name: str, value: Any) -> bool:
+def assigned(model: SettingMethods, name: str, value: object) -> bool:
     """Assign an attribute of the wrapped model.
 
     Args:
@@ -109,7 +108,7 @@ def assigned(model: SettingMethods, name: str, value: Any) -> bool:
         SettingError: another model, another library's wrapper in the place of this one, a setting that is no
             attribute, or a name that both the wrapper and the model have.
     """
-    if name == "__class__":
+    if name == "__class__" and isinstance(value, type):
         refuse_class(value)
     if name == "full_batch":
         raise SettingError(f"full_batch={value!r} is no attribute of the model", legal=MODEL_KEYWORDS[name])
@@ -127,7 +126,7 @@ def assigned(model: SettingMethods, name: str, value: Any) -> bool:
         setattr(net, name, value)
         return True
     if name == "training":
-        net.training = value
+        net.training = bool(value)
         return False
     if not name.startswith("_") and not hasattr(nn.Module, name) and _has(net, name):
         raise SettingError(

@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -45,7 +44,7 @@ RATIO = 2
 MOST_CALLS = 16
 
 Shape = tuple[int, ...]
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+Call = tuple[tuple[object, ...], dict[str, object]]
 
 
 class _Unknown(Exception):
@@ -187,7 +186,7 @@ class _Numbers:
         self._same_rows = all(x == z for x, y, z in sizes if x != y)
         self._fixed_sizes = {(x, z) for x, y, z in sizes if x == y and x != z}
 
-    def arguments(self, a: Op, b: Op, op: Op, grown: dict[str, Value]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, a: Op, b: Op, op: Op, grown: dict[str, Value]) -> tuple[tuple[object, ...], dict[str, object]]:
         mine, theirs = list(leaves((a.args, a.kwargs))), list(leaves((b.args, b.kwargs)))
         now = list(leaves((op.args, op.kwargs)))
         if not len(mine) == len(theirs) == len(now):
@@ -195,19 +194,19 @@ class _Numbers:
         made = now if mine == theirs == now else [self._leaf(*three) for three in zip(mine, theirs, now)]
         rest = iter(made)
 
-        def leaf(_: object) -> Any:
+        def leaf(_: object) -> object:
             x = next(rest)
             return grown.get(x.name, x) if type(x) is Value else x
 
         args, kwargs = map_leaves(leaf, (op.args, op.kwargs))
         return args, kwargs
 
-    def _leaf(self, a: Any, b: Any, now: Any) -> object:
+    def _leaf(self, a: object, b: object, now: object) -> object:
         if type(now) is Value:
             return now
         if not type(a) is type(b) is type(now):
             raise _Unknown
-        if type(now) is int:
+        if type(now) is int and isinstance(a, int) and isinstance(b, int):
             if a == b and a != now and not self._follows(a, now):
                 raise _Unknown
             return _number(a, b, now)
@@ -232,7 +231,7 @@ class GraphCache:
     """The exported programs of one model, by kind of call. See the module's header."""
 
     def __init__(self) -> None:
-        self._programs: OrderedDict[Hashable, tuple[list[Any], DerivedCaptures]] = OrderedDict()
+        self._programs: OrderedDict[Hashable, tuple[list[object], DerivedCaptures]] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, object]) -> GraphCache:
         return GraphCache()  # a copy of a model is captured anew
@@ -270,7 +269,7 @@ class GraphCache:
         return graphs
 
 
-def _kind(args: tuple[object, ...], kwargs: dict[str, Any]) -> Hashable:
+def _kind(args: tuple[object, ...], kwargs: dict[str, object]) -> Hashable:
     """The properties of a call that decide a program, besides the sizes of tensors and the state of autocast."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     return (torch.is_grad_enabled(), spec), tuple(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +19,9 @@ from ..capture.source_lines import stack_level
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram
 from .call_planning import CallPlanning
+
+if TYPE_CHECKING:
+    from .setting_methods import Feed, ProgramKey
 
 __all__ = ["ProgramCache", "RecaptureWarning"]
 
@@ -38,7 +41,7 @@ ADVISED = 3
 class ProgramCache(CallPlanning):
     """The programs of a wrapped model, as a base class: `AutoParallel` has the attributes that are read here."""
 
-    def _found(self, feed: tuple[object, ...]) -> StepProgram | PipelineProgram | None:
+    def _found(self, feed: Feed) -> StepProgram | PipelineProgram | None:
         """The program whose guards hold, of those built for such inputs; None: no guards hold.
 
         Programs of equal inputs differ in the state of the model that they were captured in.
@@ -59,7 +62,7 @@ class ProgramCache(CallPlanning):
                 return self._programs[key]
         return None
 
-    def _keep(self, feed: tuple[object, ...], program: StepProgram | PipelineProgram) -> None:
+    def _keep(self, feed: Feed, program: StepProgram | PipelineProgram) -> None:
         """Keep a new program, and load the values of a checkpoint that waited for the first plan."""
         self._programs[(*feed, program.guards)] = program
         self._states.setdefault(feed, []).insert(0, program.guards)
@@ -76,16 +79,17 @@ class ProgramCache(CallPlanning):
         while len(self._programs) > self._running.max_programs:
             self._forget(next(iter(self._programs)))
 
-    def _forget(self, key: tuple[object, ...]) -> None:
+    def _forget(self, key: ProgramKey) -> None:
         """Drop a program."""
-        *feed, guards = key
+        spec, called, signature, guards = key
+        feed = spec, called, signature
         del self._programs[key]
-        states = self._states[tuple(feed)]
+        states = self._states[feed]
         states.remove(guards)
         if not states:
-            del self._states[tuple(feed)]
+            del self._states[feed]
 
-    def _announce(self, feed: tuple[object, ...]) -> str:
+    def _announce(self, feed: Feed) -> str:
         """Warn that the model is captured anew: once for inputs of other shapes, and once for each change of its
         state. The change of state is returned; "": none."""
         if not self._programs:
@@ -139,5 +143,5 @@ def _differing(before: list[tuple[int, ...]], now: list[tuple[int, ...]]) -> set
     return {d for a, b in zip(before, now) for d, (x, y) in enumerate(zip(a, b)) if x != y}
 
 
-def _shapes(key: tuple[Any, ...]) -> list[tuple[int, ...]]:
+def _shapes(key: Feed | ProgramKey) -> list[tuple[int, ...]]:
     return [tuple(entry[0]) for entry in key[2] if isinstance(entry[0], torch.Size)]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +81,7 @@ class SequenceBuckets:
         net: nn.Module,
         loss_fn: object,
         args: tuple[object, ...],
-        kwargs: dict[str, Any],
+        kwargs: dict[str, object],
         agree: Callable[[int], int] = lambda index: index,
     ) -> PaddedCall:
         """A call with its sequences padded.
@@ -122,17 +122,17 @@ class SequenceBuckets:
                 )
             call.kwargs[self.mask] = torch.ones(first.shape[: self.dim + 1], dtype=torch.int64, device=first.device)
 
-        def fill(name: str, value: object) -> Any:
+        def fill(name: str, value: object) -> object:
             return pytree.tree_map(lambda x: self._filled(x, name, call, net, loss_fn), value)
 
         call.args = tuple(map(fill, called, args))
         call.kwargs = {name: fill(name, value) for name, value in call.kwargs.items()}
         return call
 
-    def _is_sequence(self, x: object) -> bool:
+    def _is_sequence(self, x: object) -> TypeGuard[Tensor]:
         return isinstance(x, Tensor) and x.dim() > self.dim
 
-    def _filled(self, x: Any, name: str, call: PaddedCall, net: nn.Module, loss_fn: object) -> object:
+    def _filled(self, x: object, name: str, call: PaddedCall, net: nn.Module, loss_fn: object) -> object:
         if not self._is_sequence(x) or x.shape[self.dim] != call.length:
             return x
         value = self._fill_of(name, net, loss_fn)
@@ -159,7 +159,7 @@ class PaddedCall:
     """A call whose sequences are padded from `length` to `bucket` along `dim`."""
 
     args: tuple[object, ...]
-    kwargs: dict[str, Any]
+    kwargs: dict[str, object]
     dim: int
     length: int
     bucket: int
@@ -170,8 +170,9 @@ class PaddedCall:
         if self.bucket == self.length:
             return result
 
-        def crop(x: Any) -> object:
-            sequence = isinstance(x, Tensor) and x.dim() > self.dim and x.shape[self.dim] == self.bucket
-            return x.narrow(self.dim, 0, self.length) if sequence else x
+        def crop(x: object) -> object:
+            if isinstance(x, Tensor) and x.dim() > self.dim and x.shape[self.dim] == self.bucket:
+                return x.narrow(self.dim, 0, self.length)
+            return x
 
         return pytree.tree_map(crop, result)

@@ -12,13 +12,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import nn
 
+from ..autocast import Autocast
 from ..capture.annotations import forget_planned, pipelining
 from ..capture.export import ModelAndLoss
-from ..capture.module_calls import FunctionOfModels
+from ..capture.guards import Guards
+from ..capture.module_calls import FunctionOfModels, LossFunction
 from ..cost.communication_schedule import Fusion, fusion_of
 from ..errors import SettingError, did_you_mean, known_keywords
 from ..partition.parameter_sharding import OptimizerParallel
@@ -38,7 +40,7 @@ from ..settings import (
     Settings,
 )
 from ..sharded_plan import Plan
-from ..torch_private import gradient_hooks
+from ..torch_private import gradient_hooks, pytree
 from .sequence_buckets import SequenceBuckets
 
 if TYPE_CHECKING:
@@ -51,6 +53,15 @@ if TYPE_CHECKING:
     from .graph_cache import GraphCache
 
     _Module = nn.Module  # the one subclass is a module
+
+    #: The inputs of a call, in which a program is found: their structure, or their number, where all are tensors; the
+    #: state of autocast and the function that is called; shape, dtype and gradient of each tensor, type and value of
+    #: the rest.
+    Feed = tuple[pytree.TreeSpec | int, tuple[Autocast, FunctionOfModels | None], tuple[tuple[object, ...], ...]]
+    #: The key of a program: its feed, and its guards.
+    ProgramKey = tuple[
+        pytree.TreeSpec | int, tuple[Autocast, FunctionOfModels | None], tuple[tuple[object, ...], ...], Guards
+    ]
 else:
     _Module = object
 
@@ -133,6 +144,14 @@ class ProgramSettings:
             )
 
 
+class OpenWhole(Protocol):
+    """The ``with`` block of `AutoParallel.whole` that is open."""
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that has whole parameters; None: all ranks."""
+
+
 class SettingMethods(_Module):
     """The methods, as a base class of `AutoParallel`. Each returns the model, so that calls can be chained."""
 
@@ -141,23 +160,23 @@ class SettingMethods(_Module):
 
     # The attributes that `AutoParallel` sets.
     net: nn.Module
-    loss_fn: Any
+    loss_fn: LossFunction | None
     _kind: str
     _loss_trains: bool
-    _programs: OrderedDict[Any, StepProgram | PipelineProgram]
-    _states: dict[Any, list[Any]]
+    _programs: OrderedDict[ProgramKey, StepProgram | PipelineProgram]
+    _states: dict[Feed, list[Guards]]  # of each feed, the guards of its programs
     _warned: bool
     _number_changes: Counter[str]  # name of a number that the forward reads -> its changes that were announced
     _graphs: GraphCache
     _accumulation: Accumulation
-    _strategy_files: list[Any]
+    _strategy_files: list[Callable[[Plan | PipelinePlan], None]]
     _awaited: list[Callable[[], None]]
     _copies: list[weakref.ref[SettingMethods]]
-    _whole: Any  # the `WholeModel` that is open, or None
+    _whole: OpenWhole | None
     _first_ranks: dict[str, int]
     _stored: dict[str, Layout] | None
     _used: dict[str, Layout] | None
-    _step: Any  # the `StepFunction` that calls run, or None
+    _step: Any  # the `StepFunction` that calls run, whose module is above this one, or None
     _entry: FunctionOfModels | None  # the function that is called now
     _own_parameters: dict[str, nn.Parameter]  # also while functional_call has others in their places
 
@@ -554,7 +573,7 @@ class SettingMethods(_Module):
         for part in self._parts():
             part._check_before_first_call(name)
 
-    def _parts(self) -> list[Any]:
+    def _parts(self) -> Sequence[SettingMethods]:
         """The wrappers of the models of a step that calls them by themselves; `AutoParallel` may have such."""
         return []
 

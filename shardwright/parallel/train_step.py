@@ -38,12 +38,12 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import CodeType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from ..capture.module_calls import FunctionOfModels, as_written, redirected, together
+from ..capture.module_calls import FunctionOfModels, LossFunction, as_written, redirected, together
 from ..capture.observed.code_names import names_read
 from ..capture.source_lines import is_users, stack_level
 from ..errors import SettingError, place_text
@@ -215,7 +215,7 @@ class StepModels:
         if not isinstance(module, (self._wrapper, *_CONTAINERS)) and any(True for _ in module.parameters()):
             self._touched.setdefault(module, name)
 
-    def _entries(self, container: Any, name: str, depth: int) -> None:
+    def _entries(self, container: Iterable[object], name: str, depth: int) -> None:
         if container in self._seen or depth > _DEPTH:
             return
         self._seen.add(container)
@@ -266,7 +266,7 @@ def _is_method(attribute: object) -> bool:
     return isinstance(attribute, (types.FunctionType, property, staticmethod, classmethod))
 
 
-def _content(cell: Any) -> object:
+def _content(cell: types.CellType | None) -> object:
     try:
         return _MISSING if cell is None else cell.cell_contents
     except ValueError:  # assigned later
@@ -327,7 +327,7 @@ class Wrapper(Protocol):
     """A parallel model, as its step function sees it."""
 
     net: nn.Module
-    loss_fn: Any
+    loss_fn: LossFunction | None
 
     @property
     def leaves_unsummed(self) -> bool:
@@ -337,13 +337,13 @@ class Wrapper(Protocol):
     def in_processes(self) -> bool:
         """True where several processes train the model together."""
 
-    def call_model(self, *args: Any, **kwargs: Any) -> Any:
+    def call_model(self, *args: object, **kwargs: object) -> object:
         """Call the model in parallel."""
 
-    def call_function(self, entry: FunctionOfModels, *args: Any, **kwargs: Any) -> Any:
+    def call_function(self, entry: FunctionOfModels, *args: object, **kwargs: object) -> object:
         """Call a function of the model in parallel."""
 
-    def infer(self, entry: FunctionOfModels | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def infer(self, entry: FunctionOfModels | None, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Plan a call of the model, or of a function of it, without running it."""
 
     def with_same_settings(self, net: nn.Module) -> Wrapper:
@@ -370,8 +370,9 @@ class StepFunction:
             function with a loss.
     """
 
-    def __init__(self, function: Any, named: object, has_loss: bool, wrapper: type[nn.Module]) -> None:
+    def __init__(self, function: object, named: object, has_loss: bool, wrapper: type[nn.Module]) -> None:
         check_step(function)
+        assert callable(function)
         self.function, self._wrapper = function, wrapper
         found = StepModels(function, wrapper)
         if found.wrapped:
@@ -416,7 +417,7 @@ class StepFunction:
         for names in self._first:
             self.parts[names] = make(self._net(names))
 
-    def run(self, main: Wrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, main: Wrapper, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Call the step function with its models in parallel.
 
         Raises:
@@ -435,7 +436,7 @@ class StepFunction:
             )
         return result
 
-    def inferred(self, main: Wrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def inferred(self, main: Wrapper, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """The layouts of the parameters in the first call that the step makes, up to which the step runs."""
         self._infers = True
         try:
@@ -447,7 +448,7 @@ class StepFunction:
 
     # -- calls
 
-    def _call_model(self, main: Wrapper, name: str, *args: Any, **kwargs: Any) -> object:
+    def _call_model(self, main: Wrapper, name: str, *args: object, **kwargs: object) -> object:
         wrapper = self._of(main, (name,))
         with as_written():
             if self._infers:
@@ -457,8 +458,8 @@ class StepFunction:
             return wrapper.call_model(*args, **kwargs)
 
     def call_function(
-        self, main: Wrapper, function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+        self, main: Wrapper, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         """Call a function of the step's models as one program; a function that calls none, as it is written."""
         names, entry = self._known(main, function)
         if entry is None:
@@ -536,7 +537,9 @@ class _Run:
     def __init__(self, step: StepFunction, main: Wrapper) -> None:
         self._step, self._main = step, main
 
-    def call_function(self, function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_function(
+        self, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         return self._step.call_function(self._main, function, args, kwargs)
 
     def parameters_of(self, function: Callable[..., object]) -> Iterable[nn.Parameter]:

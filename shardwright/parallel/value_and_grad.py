@@ -33,7 +33,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, Protocol, overload
+from typing import Any, NoReturn, Protocol, SupportsIndex, overload
 
 import torch
 from torch import Tensor, nn
@@ -43,15 +43,7 @@ from ..capture.export import ModelAndLoss
 from ..errors import SettingError
 from ..process_runtime import current
 from ..runtime.replaced_parameters import successor_of
-from ..torch_private import (
-    allow_hooks,
-    buffer_table,
-    forbid_hooks,
-    forbidden_hooks,
-    parameter_table,
-    pytree,
-    transforms,
-)
+from ..torch_private import allow_hooks, forbid_hooks, forbidden_hooks, part_tables, pytree, transforms
 
 __all__ = [
     "OptimizerParameters",
@@ -70,7 +62,9 @@ __all__ = [
 class RunningStep(Protocol):
     """A step function while it runs, as `ValueAndGrad` sees it."""
 
-    def call_function(self, function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_function(
+        self, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         """Call a function of the step's models in parallel."""
 
     def parameters_of(self, function: Callable[..., object]) -> Iterable[nn.Parameter]:
@@ -102,7 +96,7 @@ class ValueAndGrad:
     """
 
     def __init__(
-        self, function: Callable[..., object], grad_position: int | Sequence[int] | None, weights: Any, has_aux: bool
+        self, function: Callable[..., object], grad_position: int | Sequence[int] | None, weights: object, has_aux: bool
     ) -> None:
         self.function, self._has_aux = function, has_aux
         self._position, self._positions = grad_position, _positions(grad_position)
@@ -114,7 +108,7 @@ class ValueAndGrad:
             )
         functools.update_wrapper(self, function)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def __call__(self, *args: object, **kwargs: object) -> tuple[Any, Any]:  # what the function returns; gradients
         """Call the function, and differentiate its loss.
 
         Returns:
@@ -143,16 +137,16 @@ class ValueAndGrad:
                     (loss if scaler is None else scaler.scale(loss)).backward(inputs=_inputs_of(step, weights, inputs))
                 gradients = tuple(p.grad for p in weights)
         value = pytree.tree_map_only(Tensor, Tensor.detach, value)
-        of_inputs: Any = tuple(x.grad for x in inputs)
-        of_inputs = of_inputs[0] if isinstance(self._position, int) else of_inputs
+        gradients_of_inputs = tuple(x.grad for x in inputs)
+        of_inputs = gradients_of_inputs[0] if isinstance(self._position, int) else gradients_of_inputs
         if self._weights is None:
             return value, of_inputs
         of_weights = gradients[0] if self._weights.alone else gradients
         return value, (of_inputs, of_weights) if self._positions else of_weights
 
-    def _inputs(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Tensor]]:
+    def _inputs(self, args: tuple[object, ...]) -> tuple[tuple[object, ...], list[Tensor]]:
         """The arguments of a call with leaves at the positions to differentiate by, and these leaves."""
-        made, leaves = list(args), []
+        made, leaves = list(args), list[Tensor]()
         for position in self._positions:
             x = args[position] if -len(args) <= position < len(args) else None
             if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
@@ -161,8 +155,8 @@ class ValueAndGrad:
                     + ("missing" if x is None else f"{x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"),
                     legal="grad_position=None for gradients of weights alone, or the position of a tensor of floats",
                 )
-            made[position] = x.detach().requires_grad_()
-            leaves.append(made[position])
+            leaf = made[position] = x.detach().requires_grad_()
+            leaves.append(leaf)
         return tuple(made), leaves
 
     def _loss(self, value: object) -> Tensor:
@@ -216,17 +210,20 @@ class _Weights:
         alone: True where one parameter was given, not a list.
     """
 
-    def __init__(self, weights: Any) -> None:
+    def __init__(self, weights: object) -> None:
         self.alone = isinstance(weights, Tensor)
-        self._optimizer = weights.optimizer if isinstance(weights, OptimizerParameters) else weights
         self._parameters: list[Tensor] = []
-        if isinstance(self._optimizer, torch.optim.Optimizer):
+        self._optimizer: torch.optim.Optimizer | None = None
+        optimizer = weights.optimizer if isinstance(weights, OptimizerParameters) else weights
+        if isinstance(optimizer, torch.optim.Optimizer):
+            self._optimizer = optimizer
             return
         if isinstance(weights, nn.Module):
             weights = [p for p in weights.parameters() if p.requires_grad]
         parameters = [weights] if self.alone else list(weights) if isinstance(weights, Iterable) else [weights]
-        wrong = next((x for x in parameters if not isinstance(x, Tensor) or not x.is_leaf), None)
-        if wrong is not None or not parameters:
+        leaves = [x for x in parameters if isinstance(x, Tensor) and x.is_leaf]
+        if len(leaves) < len(parameters) or not parameters:
+            wrong = next((x for x in parameters if not isinstance(x, Tensor) or not x.is_leaf), None)
             raise SettingError(
                 "value_and_grad: weights "
                 + (
@@ -234,10 +231,10 @@ class _Weights:
                 ),
                 legal="net.parameters(), optimizer.parameters of sw.optimizer(…), a torch optimizer, or None",
             )
-        self._parameters, self._optimizer = parameters, None
+        self._parameters = leaves
 
     @property
-    def scaler(self) -> Any:
+    def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler of the optimizer, or None."""
         return getattr(self._optimizer, "scaler", None)
 
@@ -252,7 +249,7 @@ class _Weights:
 def value_and_grad(
     function: Callable[..., object],
     grad_position: int | Sequence[int] | None = 0,
-    weights: Any = None,
+    weights: object = None,
     has_aux: bool = False,
 ) -> ValueAndGrad:
     """Make a function that returns the value of `function` and the gradients of its loss.
@@ -305,7 +302,7 @@ class OptimizerParameters(Sequence[nn.Parameter]):
     @overload
     def __getitem__(self, index: slice) -> list[nn.Parameter]: ...
 
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: int | slice) -> object:
         return self._now()[index]
 
     def __len__(self) -> int:
@@ -318,8 +315,8 @@ class OptimizerParameters(Sequence[nn.Parameter]):
 class _TakesGradients:
     """Mixed into an optimizer's class: ``optimizer(gradients)`` and ``optimizer.parameters``."""
 
-    param_groups: list[dict[str, Any]]
-    scaler: Any = None
+    param_groups: list[dict[str, object]]
+    scaler: torch.amp.GradScaler | None = None
 
     @property
     def parameters(self) -> OptimizerParameters:
@@ -332,6 +329,7 @@ class _TakesGradients:
         Raises:
             SettingError: another number of gradients than of parameters.
         """
+        assert isinstance(self, torch.optim.Optimizer)
         parameters = list(self.parameters)
         listed = [gradients] if isinstance(gradients, Tensor) else list(gradients)
         if len(listed) != len(parameters):
@@ -343,18 +341,19 @@ class _TakesGradients:
             for parameter, gradient in zip(parameters, listed):
                 parameter.grad = gradient
             if self.scaler is None:
-                self.step()  # type: ignore[attr-defined]  # it is an optimizer
+                self.step()
             else:
                 self.scaler.step(self)
                 self.scaler.update()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(protocol)
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
+        reduced = super().__reduce_ex__(protocol)
+        assert isinstance(reduced, tuple)
         function, (kind, *rest), *more = reduced
         return (_again, (function, kind.__bases__[1], *rest), *more)
 
 
-def _again(function: Callable[..., object], kind: type, *args: Any) -> Any:
+def _again(function: Callable[..., object], kind: type, *args: object) -> object:
     return function(_taking(kind), *args)
 
 
@@ -365,7 +364,7 @@ def _mixed(kind: type) -> type:
 _taking: Callable[[type], type] = functools.cache(_mixed)
 
 
-def optimizer(optimizer: torch.optim.Optimizer, scaler: object = None) -> Any:
+def optimizer(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> Any:
     """Make a torch optimizer callable with gradients, as steps with `value_and_grad` have it.
 
         optimizer = sw.optimizer(torch.optim.SGD(net.parameters(), lr=1e-2))
@@ -410,7 +409,11 @@ _LEGAL = "torch.func.grad, grad_and_value or vjp of the model, once; or sw.value
 
 
 def called_in_transform(
-    holder: ModelAndLoss, own: dict[str, nn.Parameter], call: Callable[..., object], args: tuple[Any, ...], kwargs: Any
+    holder: ModelAndLoss,
+    own: dict[str, nn.Parameter],
+    call: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
 ) -> object:
     """The result of a call under a transform of torch.func.
 
@@ -442,16 +445,16 @@ class _Call:
         holder: ModelAndLoss,
         own: dict[str, nn.Parameter],
         call: Callable[..., object],
-        args: tuple[Any, ...],
-        kwargs: Any,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> None:
         self._call = call
-        self._places: list[tuple[dict[str, Any], str, Tensor]] = [
+        self._places: list[tuple[dict[object, object], object, Tensor]] = [
             (table, key, tensor)
             for module in holder.modules()
             for table in _tables(module)
             for key, tensor in table.items()
-            if tensor is not None
+            if isinstance(tensor, Tensor)
         ]
         self._tensors = list(dict.fromkeys(tensor for _, _, tensor in self._places))
         named: dict[Tensor, str] = {x: name for name, x in reversed(list(holder.named_parameters()))}
@@ -469,8 +472,8 @@ class _Call:
         self._values: list[tuple[Tensor, Tensor]] = []  # parameters, and the values that they have in this call
         self._inputs: list[Tensor] = []
         self._outputs: list[Tensor] | None = None
-        self._result_leaves: list[Any] = []
-        self._out_spec: Any = None
+        self._result_leaves: list[object] = []
+        self._out_spec: pytree.TreeSpec | None = None
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the program on the tensors behind the wrapped ones; the outputs without their graph."""
@@ -518,16 +521,18 @@ class _Call:
         found += [x.grad for x in self._inputs]
         return tuple(g if wanted else None for g, wanted in zip(found, self._wanted))
 
-    def result(self, outputs: Sequence[Tensor]) -> Any:
+    def result(self, outputs: Sequence[Tensor]) -> object:
         """The structure that the model returns."""
         leaves = list(self._result_leaves)
         for place, x in zip(self._tensor_places, outputs):
             leaves[place] = x
+        assert self._out_spec is not None
         return pytree.tree_unflatten(leaves, self._out_spec)
 
 
-def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return parameter_table(module), buffer_table(module)
+def _tables(module: nn.Module) -> tuple[dict[object, object], dict[object, object]]:
+    tables = part_tables(module)
+    return tables["parameters"], tables["buffers"]
 
 
 @contextlib.contextmanager
@@ -587,22 +592,32 @@ def _refuse(what: str) -> NoReturn:
     raise SettingError(f"{what} of a parallel model", legal=_LEGAL)
 
 
+class _CallContext(Protocol):
+    """The context of a call of `_Forward`."""
+
+    call: _Call
+
+    def mark_non_differentiable(self, *args: Tensor) -> None: ...
+
+
 class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         return call.forward(tensors)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.call = inputs[0]
+    def setup_context(ctx: _CallContext, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
+        call = inputs[0]
+        assert isinstance(call, _Call)
+        ctx.call = call
         ctx.mark_non_differentiable(*(x for x in output if not (x.is_floating_point() or x.is_complex())))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _CallContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return None, *_Backward.apply(ctx.call, *gradients)
 
     @staticmethod
-    def vmap(info: object, in_dims: object, *args: Any) -> NoReturn:
+    def vmap(info: object, in_dims: object, *args: object) -> NoReturn:
         _refuse("torch.func.vmap")
 
     @staticmethod

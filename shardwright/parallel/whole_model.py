@@ -34,7 +34,7 @@ from ..identity_tables import IdentitySet
 from ..process_runtime import current
 from ..runtime.optimizer_guard import close_to_steps, open_to_steps
 from ..torch_private import buffer_table, parameter_table, version_of
-from .setting_methods import SettingMethods
+from .setting_methods import OpenWhole, SettingMethods
 
 if TYPE_CHECKING:
     pass
@@ -55,7 +55,7 @@ class WholeModel:
 
     def __init__(self, model: SettingMethods, rank: int | None = None, device: torch.device | None = None) -> None:
         self.model, self.rank, self._device = model, rank, device
-        self._outer: WholeModel | None = None
+        self._outer: OpenWhole | None = None
         self._state: _Swapped | None = None
 
     def __enter__(self) -> nn.Module | None:
