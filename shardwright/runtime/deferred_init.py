@@ -34,6 +34,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from ..accelerators import sum_type
 from ..capture.source_lines import calling_line
@@ -41,7 +42,7 @@ from ..cost.memory_timeline import OptimizerState, optimizer_state
 from ..errors import SettingError
 from ..identity_tables import IdentitySet
 from ..torch_private import TorchDispatchMode, move_gradient_hooks, parameter_table, pytree, storage_id, version_of
-from .slice_initialization import Meta, Numbers, compute, draws, metas, noted, parts_of
+from .slice_initialization import Call, Meta, Numbers, compute, draws, metas, noted, parts_of
 
 __all__ = [
     "beginnings",
@@ -63,7 +64,7 @@ class _Tape:
     state."""
 
     state: torch.Tensor
-    calls: list[tuple[Any, tuple[object, ...], dict[str, object], Any]] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     reseeded: dict[int, torch.Tensor] = field(default_factory=dict)
     latest: torch.Tensor | None = None
 
@@ -73,7 +74,9 @@ class _Tape:
         if not torch.equal(state, self.state if self.latest is None else self.latest):
             self.reseeded[len(self.calls)] = self.latest = state
 
-    def note(self, function: object, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
+    def note(
+        self, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], result: object
+    ) -> None:
         self.calls.append((function, *pytree.tree_map(noted, (args, kwargs, result))))
 
 
@@ -83,8 +86,12 @@ class _Record(TorchDispatchMode):
         self.tape = tape
 
     def __torch_dispatch__(
-        self, function: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+        self,
+        function: Callable[..., object],
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         self.tape.note_seed()
         result = function(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()):
@@ -103,8 +110,12 @@ class _Construction(TorchFunctionMode):
         self.tape = tape
 
     def __torch_function__(
-        self, function: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+        self,
+        function: Callable[..., object],
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = dict(kwargs or {})
         if function in (torch.tensor, torch.as_tensor) and kwargs.get("device") is None:
             kwargs["device"] = "cpu"
@@ -169,10 +180,10 @@ def no_init_parameters() -> Iterator[None]:
 
 #: The tapes of models that have no values yet, and the hook of all modules while there are any.
 _unmade: weakref.WeakSet[_Tape] = weakref.WeakSet()
-_refusing: list[Any] = []
+_refusing: list[RemovableHandle] = []
 
 
-def _refuse_unmade(module: nn.Module, args: tuple[Any, ...]) -> None:
+def _refuse_unmade(module: nn.Module, args: tuple[object, ...]) -> None:
     """Refuse the call of a module whose parameters have no values, with a tensor that has some.
 
     On the meta device operators return memory that nothing has written, or fail without the reason.
@@ -327,7 +338,7 @@ def _replay(
     real: dict[int, torch.Tensor] = {}
     numbers = Numbers()
 
-    def of(x: object) -> Any:
+    def of(x: object) -> object:
         if isinstance(x, torch.device):
             return torch.device("cpu") if x.type == "meta" else x
         return torch.as_strided(real[x.key], x.shape, x.stride, x.offset) if isinstance(x, Meta) else x
@@ -476,7 +487,7 @@ def substitute(
 
 def _cut_state(
     optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
+    group: dict[str, object],
     old: torch.Tensor,
     new: nn.Parameter,
     cut: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
@@ -498,11 +509,14 @@ def _cut_state(
     return out
 
 
-def _is_unmade(state: dict[str, Any]) -> bool:
+def _is_unmade(state: dict[str, object]) -> bool:
     """True where the state was made while the parameter had no values yet."""
     return any(isinstance(x, torch.Tensor) and x.is_meta for x in state.values())
 
 
-def _made_anew(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, object]:
+def _made_anew(
+    optimizer: torch.optim.Optimizer, group: dict[str, object], parameter: torch.Tensor
+) -> dict[str, object]:
     """The state that a newly built optimizer has for a parameter."""
-    return type(optimizer)([parameter], **{name: group[name] for name in optimizer.defaults}).state[parameter]
+    settings: dict[str, Any] = {name: group[name] for name in optimizer.defaults}
+    return type(optimizer)([parameter], **settings).state[parameter]

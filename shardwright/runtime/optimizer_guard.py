@@ -15,7 +15,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -165,11 +164,14 @@ class _Steps:
             register_optimizer_step_post_hook(self._after)
             self._hooked = True
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _before(
+        self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         with self._lock:
             nets, expected = list(self._looked_at), list(self._expected)
             empty = [ref for refs in self._empty.values() for ref in refs]
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        argument = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        closure = argument if callable(argument) else None
 
         def look() -> None:
             for net in nets:
@@ -178,6 +180,7 @@ class _Steps:
         losses: list[object] = []
 
         def closed() -> object:
+            assert closure is not None
             loss = losses.pop() if losses else closure()
             look()  # at the closure's gradients
             return loss
@@ -205,7 +208,7 @@ class _Steps:
             return (stepping, closed, *args[2:]), kwargs
         return (stepping,), kwargs | {"closure": closed}
 
-    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _after(self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         for parameter, gradient in self._aside.gradients:
             if parameter.grad is None:
                 parameter.grad = gradient

@@ -49,7 +49,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -485,11 +485,17 @@ def _begun(work: dist.Work | None) -> dist.Work:
 # -- the program of a rank
 
 
+class EarlierProgram(Protocol):
+    """The program of a model that its next program replaces."""
+
+    sharded: ShardedState | None
+
+
 def process_pipeline(
     plan: PipelinePlan,
     holder: ModelAndLoss,
     runtime: Runtime,
-    before: Any,
+    before: EarlierProgram | None,
     fusion: Fusion,
     accumulation: Accumulation,
     broadcast: bool,

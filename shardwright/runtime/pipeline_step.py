@@ -118,7 +118,7 @@ class PipelineStep:
         self.outputs: dict[tuple[int, int], list[Tensor]] = {}
         self.results: dict[int, list[Tensor]] = {}  # outputs of the model, by index
         self.updated: dict[tuple[int, str], Tensor] = {}  # new values of buffers that change once a step, so far
-        self.weights: dict[tuple[int, int], Any] = {}  # second half of a backward that runs in two
+        self.weights: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]] | list[dict[str, Any]]] = {}  # 2nd halves
         self.input_gradients: dict[tuple[int, int], Tensor] = {}
         self.returned = False
         self.inputs_wanted: list[Tensor] = []  # the inputs of the call that take gradients
@@ -597,7 +597,7 @@ class PipelineProgram:
         }
         self.last = {a.stage: a for a in self.orders[plan.schedule] if a.kind in "BW"}
 
-    def __call__(self, *leaves: Any) -> Any:
+    def __call__(self, *leaves: object) -> object:
         check_checkpointed("runs its backward in the call, as a pipeline does")
         if self.begin is not None:
             self.begin()

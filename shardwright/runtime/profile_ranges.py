@@ -40,7 +40,7 @@ from torch.profiler import record_function
 
 from ..cost.communication_schedule import ScheduledMessage
 from ..graph import Op
-from ..partition.local_program import Decision, GlobalExtreme, LocalOp, Redistribute
+from ..partition.local_program import Decision, GlobalExtreme, Instruction, LocalOp, Redistribute
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..pipeline.schedules import Action
 from ..sharded_plan import Plan
@@ -72,6 +72,9 @@ __all__ = [
     "scatter_text",
     "step_range",
 ]
+
+X = TypeVar("X")
+Y = TypeVar("Y")
 
 # -- paths of operators
 
@@ -126,7 +129,7 @@ _ACTIONS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "g
 _NOTHING = contextlib.nullcontext()
 
 
-def range_of(text: str) -> AbstractContextManager[Any]:
+def range_of(text: str) -> AbstractContextManager[object]:
     """A range of a name while a profiler is active, else nothing."""
     return record_function(PREFIX + text) if profiling() else _NOTHING
 
@@ -164,10 +167,10 @@ def action_range(action: Action) -> AbstractContextManager[object]:
     return range_of(f"stage {action.stage}, micro-batch {action.micro}, {_ACTIONS[action.kind]}")
 
 
-def named(call: Callable[..., object], text: str) -> Callable[..., Any]:
+def named(call: Callable[..., object], text: str) -> Callable[..., object]:
     """A call as a range, and its backward as ranges too."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         with record_function(PREFIX + text):
             made = call(*args, **kwargs)
         around_backward(made, (args, kwargs), lambda: _entered(text + BACKWARD), _exited)
@@ -176,10 +179,10 @@ def named(call: Callable[..., object], text: str) -> Callable[..., Any]:
     return run
 
 
-def named_when_profiled(call: Callable[[Any], object], text: str) -> Callable[[Any], Any]:
+def named_when_profiled(call: Callable[[X], Y], text: str) -> Callable[[X], Y]:
     """A function that is a range while a profiler is active."""
 
-    def run(x: object) -> Any:
+    def run(x: X) -> Y:
         if not profiling():
             return call(x)
         with record_function(PREFIX + text):
@@ -196,7 +199,7 @@ def _exited(entered: record_function) -> None:
     entered.__exit__(None, None, None)
 
 
-def around_backward(made: object, inputs: object, begin: Callable[[], object], end: Callable[[Any], None]) -> None:
+def around_backward(made: object, inputs: object, begin: Callable[[], X | None], end: Callable[[X], None]) -> None:
     """Call `begin` before, and `end` with its result after, each autograd function that a call has made.
 
     Args:
@@ -208,8 +211,8 @@ def around_backward(made: object, inputs: object, begin: Callable[[], object], e
         _watch(function, begin, end)
 
 
-def _watch(function: torch.autograd.graph.Node, begin: Callable[[], object], end: Callable[[Any], None]) -> None:
-    begun: list[Any] = []
+def _watch(function: torch.autograd.graph.Node, begin: Callable[[], X | None], end: Callable[[X], None]) -> None:
+    begun: list[X | None] = []
 
     def before(*_: object) -> None:
         begun.append(begin())
@@ -287,7 +290,7 @@ class RangeNames:
         producer = instruction.producer if isinstance(instruction, Redistribute) else instruction.operator
         return f"the result of {self.operator(producer)}" if producer in self.paths else name
 
-    def of_instruction(self, instruction: Any) -> str | None:
+    def of_instruction(self, instruction: Instruction | None) -> str | None:
         """The name of an instruction; None: it has none."""
         if isinstance(instruction, LocalOp):
             return self.operator(instruction.operator)
@@ -342,19 +345,20 @@ def named_module(module: torch.fx.GraphModule, names: RangeNames) -> Callable[..
 class _Node(Protocol):
     """A node of a local program: what this file reads of it."""
 
-    all_input_nodes: tuple[Any, ...]
+    all_input_nodes: tuple[Any, ...]  # nodes of the same kind
     meta: dict[str, Any]
 
 
 N = TypeVar("N", bound=_Node)
+Values = TypeVar("Values", bound=Sequence[object])
 
 
 def named_steps(
-    steps: Sequence[tuple[N, int, Callable[[Any], object]]],
+    steps: Sequence[tuple[N, int, Callable[[Values], object]]],
     slots: Mapping[N, int],
     names: RangeNames,
     skipped: Collection[N],
-) -> list[tuple[N, int, Callable[[Any], Any]]]:
+) -> list[tuple[N, int, Callable[[Values], object]]]:
     """The steps of a program in the local runtime, as (node, slot, function of all values); `skipped` nodes do nothing
     and have no name."""
     out = []
@@ -365,8 +369,8 @@ def named_steps(
     return out
 
 
-def _named_step(step: Callable[[Any], object], text: str, read: Sequence[int]) -> Callable[[Any], object]:
-    def run(env: Any) -> Any:
+def _named_step(step: Callable[[Values], object], text: str, read: Sequence[int]) -> Callable[[Values], object]:
+    def run(env: Values) -> object:
         with record_function(PREFIX + text):
             made = step(env)
         around_backward(made, [env[slot] for slot in read], lambda: _entered(text + BACKWARD), _exited)

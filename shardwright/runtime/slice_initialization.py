@@ -171,7 +171,7 @@ def jumped(state: Tensor, words: int) -> Tensor:
 # -- pieces ------------------------------------------------------------------------------------------------------------
 
 
-def words_drawn(fill: object, dtype: torch.dtype, numel: int) -> int:
+def words_drawn(fill: Callable[..., Tensor], dtype: torch.dtype, numel: int) -> int:
     """The words that a fill of a contiguous tensor takes.
 
     Args:
@@ -204,11 +204,11 @@ class Numbers:
 
     def pieces(
         self,
-        fill: Any,
+        fill: Callable[..., Tensor],
         dtype: torch.dtype,
         numel: int,
         spans: Iterable[tuple[int, int]],
-        *args: Any,
+        *args: object,
         into: Tensor | None = None,
     ) -> Iterator[Tensor]:
         """Yield some elements of the fill of a whole tensor.
@@ -277,7 +277,7 @@ class Numbers:
         self.pending = len(rounds) * words
 
 
-def _span(fill: object, numel: int, first: int, last: int) -> tuple[int, int]:
+def _span(fill: Callable[..., Tensor], numel: int, first: int, last: int) -> tuple[int, int]:
     """The elements that are drawn for some elements of a fill: numbers are made together."""
     if fill is _NORMAL:
         first = min(first, numel - _LOT) // _LOT * _LOT
@@ -305,7 +305,7 @@ def row_blocks(begin: int, end: int, width: int, numel: int) -> Iterator[tuple[i
 
 
 @lru_cache(maxsize=32)
-def draws_by_place(fill: object, dtype: torch.dtype) -> bool:
+def draws_by_place(fill: Callable[..., Tensor], dtype: torch.dtype) -> bool:
     """True where a fill of a tensor by this torch draws what this file says, in parts as in the whole.
 
     The generator is left as it was.
@@ -318,7 +318,7 @@ def draws_by_place(fill: object, dtype: torch.dtype) -> bool:
         return all(_as_whole(fill, dtype, start, rows, width) for rows, width in ((12, 8), (9, 11)))
 
 
-def _as_whole(fill: Any, dtype: torch.dtype, start: Tensor, rows: int, width: int) -> bool:
+def _as_whole(fill: Callable[..., Tensor], dtype: torch.dtype, start: Tensor, rows: int, width: int) -> bool:
     numel = rows * width
     torch.set_rng_state(start)
     whole = fill(torch.empty(numel, dtype=dtype, device="cpu"))
@@ -370,14 +370,17 @@ _ATEN = torch.ops.aten
 #: Operators that make a tensor of a shape, their first argument, and draw nothing; those that draw, and the fill that
 #: draws the same.
 _MADE = (_ATEN.empty.memory_format, _ATEN.zeros.default, _ATEN.ones.default, _ATEN.full.default)
-_DRAWN = {_ATEN.rand.default: _ATEN.uniform_.default, _ATEN.randn.default: _ATEN.normal_.default}
-_FILLS = (_ATEN.uniform_.default, _ATEN.normal_.default)
+_DRAWN: dict[Callable[..., object], Callable[..., Tensor]] = {
+    _ATEN.rand.default: _ATEN.uniform_.default,
+    _ATEN.randn.default: _ATEN.normal_.default,
+}
+_FILLS: tuple[Callable[..., Tensor], ...] = (_ATEN.uniform_.default, _ATEN.normal_.default)
 #: Operators beside those that torch calls pointwise which compute each element of the result from the same one.
 _EACH = (_ATEN.zero_.default, _ATEN.fill_.Scalar, _ATEN.detach.default, _ATEN.alias.default, _ATEN.clone.default)
 _EACH = (*_EACH, *operators("_to_copy"))
 
 #: A call of a tape: function, arguments, keyword arguments, result.
-Call = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
+Call = tuple[Callable[..., object], tuple[object, ...], dict[str, object], object]
 
 
 @dataclass(frozen=True)
@@ -401,7 +404,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def noted(x: object) -> Any:
+def noted(x: object) -> object:
     """A `Meta` of a meta tensor; anything else as it is."""
     if isinstance(x, Tensor) and x.is_meta:
         return Meta(x.untyped_storage(), x.shape, x.stride(), x.storage_offset(), x.dtype)
@@ -413,7 +416,7 @@ def metas(x: object) -> list[Meta]:
     return [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Meta)]
 
 
-def draws(function: object) -> bool:
+def draws(function: Callable[..., object]) -> bool:
     """True where a call on a tape draws random numbers, or may."""
     seeded = torch.Tag.nondeterministic_seeded in getattr(function, "tags", ())
     return seeded or getattr(function, "__module__", "") == nn.init.__name__
@@ -495,7 +498,9 @@ def parts_of(
         return {}
     asked: dict[int, list[DrawnPart]] = {}
     for key, entries in waiting.items():
-        slices = [asked_of(name, x) for name, x in entries] if all(_is_large(noted(x)) for _, x in entries) else [None]
+        notes = [noted(x) for _, x in entries]
+        large = all(isinstance(note, Meta) and _is_large(note) for note in notes)
+        slices = [asked_of(name, x) for name, x in entries] if large else [None]
         if None not in slices:
             asked[key] = [DrawnPart.of(index, x.shape) for index, (_, x) in zip(slices, entries) if index is not None]
     whole = waiting.keys() - asked.keys()
@@ -531,7 +536,9 @@ def _is_large(x: Meta) -> bool:
     return numel >= LARGE and whole
 
 
-def _by_elements(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> bool:
+def _by_elements(
+    function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], result: object
+) -> bool:
     """True for a call of which some elements can be computed alone."""
     if not isinstance(result, Meta) or any(
         x.shape != result.shape or not _is_large(x) for x in metas((args, kwargs, result))
@@ -548,7 +555,7 @@ def _by_elements(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
     return each and not draws(function) and not any(x.dim() for x in operands)
 
 
-def _truncates(function: object) -> bool:
+def _truncates(function: Callable[..., object]) -> bool:
     return getattr(function, "__name__", "").endswith("trunc_normal_") and draws(function)
 
 
@@ -560,7 +567,7 @@ def _accepted(normal: Mapping[str, object]) -> float:
 
 
 def compute(
-    call: Call, of: Callable[[Any], object], part: DrawnPart, real: Mapping[int, Tensor], numbers: Numbers
+    call: Call, of: Callable[[object], object], part: DrawnPart, real: Mapping[int, Tensor], numbers: Numbers
 ) -> Tensor:
     """The memory of the result of a call, of which a part alone is computed.
 
@@ -572,12 +579,16 @@ def compute(
         numbers: of the generator.
     """
     function, args, kwargs, result = call
+    assert isinstance(result, Meta)
     inside = lambda x: part.within(real[x.key]) if isinstance(x, Meta) else of(x)
     flat = real[result.key] if result.key in real else part.memory(result.dtype)
-    if function in _FILLS or function in _DRAWN:
-        _fill(numbers, _DRAWN.get(function, function), flat, part, args[1:] if function in _FILLS else ())
+    if function in _DRAWN:
+        _fill(numbers, _DRAWN[function], flat, part, ())
+    elif function in _FILLS:
+        _fill(numbers, _FILLS[_FILLS.index(function)], flat, part, args[1:])
     elif _truncates(function):
-        _truncated(numbers, flat, part, **{name: kwargs[name] for name in ("mean", "std", "a", "b")})
+        normal: dict[str, Any] = {name: kwargs[name] for name in ("mean", "std", "a", "b")}
+        _truncated(numbers, flat, part, **normal)
     elif function in _MADE:
         target = part.within(flat)
         if function is not _MADE[0]:
@@ -585,11 +596,13 @@ def compute(
     elif any(x.key == result.key for x in metas((args, kwargs))):  # in place, or the same memory
         function(*pytree.tree_map(inside, args), **pytree.tree_map(inside, kwargs))
     else:
-        part.within(flat).copy_(function(*pytree.tree_map(inside, args), **pytree.tree_map(inside, kwargs)))
+        made = function(*pytree.tree_map(inside, args), **pytree.tree_map(inside, kwargs))
+        assert isinstance(made, Tensor)
+        part.within(flat).copy_(made)
     return flat
 
 
-def _fill(numbers: Numbers, fill: object, flat: Tensor, part: DrawnPart, args: Sequence[Any]) -> None:
+def _fill(numbers: Numbers, fill: Callable[..., Tensor], flat: Tensor, part: DrawnPart, args: Sequence[object]) -> None:
     """Draw a part of a fill of the whole."""
     (rows, width), target = part.shape, part.within(flat)
     if part.empty or part.columns is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +99,7 @@ class StepProgram:
             ]
             self._handings = [partial(shared, parts=n) if n > 1 else None for n in parts]
 
-    def __call__(self, *leaves: Any) -> Any:
+    def __call__(self, *leaves: object) -> object:
         if self._updated or self.effects.entries:
             check_checkpointed("updates its buffers" if self._updated else "counts, prints or sets attributes")
         if self.begin is not None:

@@ -39,12 +39,12 @@ def group_timeout(device: torch.device | str) -> timedelta | None:
         return None
 
 
-def gather_flat(group: torch.distributed.ProcessGroup, out: Tensor, x: Tensor) -> object:
+def gather_flat(group: torch.distributed.ProcessGroup, out: Tensor, x: Tensor) -> torch.distributed.Work:
     """A process group's own all-gather of a flat tensor, as work. Torch 2.13 has given it a public name."""
     return (getattr(group, "all_gather_single", None) or group._allgather_base)(out, x)
 
 
-def scatter_flat(group: torch.distributed.ProcessGroup, out: Tensor, x: Tensor, options: Any) -> object:
+def scatter_flat(group: torch.distributed.ProcessGroup, out: Tensor, x: Tensor, options: Any) -> torch.distributed.Work:
     """A process group's own reduce-scatter of a flat tensor, as work."""
     return (getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base)(out, x, options)
 

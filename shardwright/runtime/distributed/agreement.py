@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -53,10 +53,16 @@ from .rank_messages import error_as_json, error_of, exchanged, from_first
 from .rank_positions import Seen, WaitPoint, explaining, position, spelled, waiting
 from .watchdog import Peers, peers
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = ["Agreement", "Steps", "begin_planning", "begin_refused", "counted"]
 
 #: Shape and dtype of each input of the whole batch.
 InputSignature = list[tuple[tuple[int, ...], str]]
+
+
+Found = TypeVar("Found", bound="Portable")
 
 
 class Portable(Protocol):
@@ -67,7 +73,7 @@ class Portable(Protocol):
         ...
 
     @classmethod
-    def read(cls, encoded: dict[str, object]) -> Any:
+    def read(cls, encoded: dict[str, object]) -> Self:
         """The result of the form."""
         ...
 
@@ -137,7 +143,7 @@ class Agreement:
         from_first = self.first(PortableDecisions, graph, settings, portable)
         return found[0] if found else take(from_first)
 
-    def first(self, kind: type[Portable], graph: Graph, settings: object, find: Callable[[], Portable]) -> Any:
+    def first(self, kind: type[Found], graph: Graph, settings: object, find: Callable[[], Found]) -> Found:
         """The result of `find` on rank 0, on every rank.
 
         Args:

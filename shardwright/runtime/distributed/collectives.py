@@ -268,7 +268,7 @@ def summed(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-def _options(kind: Any) -> dict[str, object]:
+def _options(kind: Any) -> dict[str, object]:  # torch's stub has another type of reduceOp
     """Reduction -> the options of a process group's method."""
     out = {}
     for name, reduction in _REDUCTIONS.items():
@@ -287,32 +287,32 @@ _REDUCES, _SCATTERS = _options(dist.AllreduceOptions), _options(dist.ReduceScatt
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def begin_gather(group: Group, x: Tensor) -> tuple[Tensor, Any]:
+def begin_gather(group: Group, x: Tensor) -> tuple[Tensor, dist.Work]:
     """A library's all-gather under way, flat -> the tensors of all ranks, one after the other, and its work."""
     out = x.new_empty(group.size * len(x))
     return out, gather_flat(group.group, out, x)
 
 
-def begin_scatter(group: Group, x: Tensor, reduction: str = "sum") -> tuple[Tensor, Any]:
+def begin_scatter(group: Group, x: Tensor, reduction: str = "sum") -> tuple[Tensor, dist.Work]:
     """A library's reduce-scatter under way, flat pieces -> this rank's piece, reduced, and its work."""
     out = x.new_empty(len(x) // group.size, *x.shape[1:])
     return out, scatter_flat(group.group, out, x, _SCATTERS[reduction])
 
 
-def begin_reduce(group: Group, x: Tensor, reduction: str = "sum", dies: bool = False) -> tuple[Tensor, Any]:
+def begin_reduce(group: Group, x: Tensor, reduction: str = "sum", dies: bool = False) -> tuple[Tensor, dist.Work]:
     """A library's all-reduce under way, and its work: the shape stays. `dies`: nothing reads `x` later."""
     out = x.data if dies and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
     return out, reduce_in_place(group, out, reduction)
 
 
-def reduce_in_place(group: Group, x: Tensor, reduction: str = "sum") -> Any:
+def reduce_in_place(group: Group, x: Tensor, reduction: str = "sum") -> dist.Work:
     """The work of a library's all-reduce under way, which writes to the contiguous `x`."""
     return group.group.allreduce([x], _REDUCES[reduction])
 
 
 def begin_exchange(
     group: Group, x: Tensor, sends: Sequence[int] = (), receives: Sequence[int] = ()
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, dist.Work]:
     """An all-to-all under way, as `exchange` takes it, and its work."""
     # The group's own method, private too: half the latency of the functional one, and seven eighths of that where no
     # numbers of elements are given.

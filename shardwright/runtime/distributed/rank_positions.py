@@ -50,7 +50,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -59,6 +59,7 @@ from ...errors import PACKAGE_FOLDER
 
 __all__ = [
     "DeviceTimes",
+    "Event",
     "HostTimes",
     "MeasuredStep",
     "Passed",
@@ -78,6 +79,7 @@ __all__ = [
     "waiting",
 ]
 
+
 # -- the collective that a device has come to
 
 
@@ -85,13 +87,25 @@ __all__ = [
 SIZE = 1024
 
 
+class Event(Protocol):
+    """An event of an accelerator; `elapsed_time` of one that is timed."""
+
+    def record(self) -> object: ...
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> object: ...
+
+    def elapsed_time(self, end: Event, /) -> float: ...
+
+
 class Passed(NamedTuple):
     """A wait point that the host has left."""
 
-    place: Any
+    place: WaitPoint
     call: int
     since: float  # time.monotonic() when the host left
-    event: Any
+    event: Event
 
 
 class PassedPlaces:
@@ -101,10 +115,10 @@ class PassedPlaces:
         make: makes an event.
     """
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: Callable[[], Event]) -> None:
         self._make, self._lock = make, threading.Lock()
         self._queued: deque[Passed] = deque()
-        self._free: list[Any] = []
+        self._free: list[Event] = []
 
     @classmethod
     def on(cls, device: torch.device) -> PassedPlaces | None:
@@ -112,7 +126,7 @@ class PassedPlaces:
         events."""
         return cls(lambda: event(device)) if is_accelerator(device) and event(device) is not None else None
 
-    def note(self, place: Any, call: int) -> None:
+    def note(self, place: WaitPoint, call: int) -> None:
         """Queue an event at a wait point that the host leaves in its call number `call`."""
         if is_recording_graph():
             return
@@ -255,18 +269,19 @@ class DeviceTimes(WaitTimes):
 
     every_step = False
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: Callable[[], Event]) -> None:
         super().__init__()
         self._make = make
+        self._came: Event | None = None
 
-    def _now(self) -> Any:
+    def _now(self) -> Event:
         made = self._make()
         made.record()
         return made
 
     def _start(self) -> None:
         self._first, self._came = self._now(), None
-        self._pairs: list[tuple[Any, Any]] = []
+        self._pairs: list[tuple[Event, Event]] = []
 
     def _end(self) -> MeasuredStep:
         first, last, pairs = self._first, self._now(), self._pairs
@@ -345,7 +360,7 @@ class RankPosition:
         self.program = ""
         self.passed: PassedPlaces | None = None
         self.explain: Callable[[Exception], Exception | None] | None = None
-        self.times: tuple[Any, ...] = ()
+        self.times: tuple[WaitTimes, ...] = ()
 
     @property
     def now(self) -> tuple[int, int, WaitPoint | None]:
@@ -413,11 +428,11 @@ def explaining() -> Iterator[None]:
         raise
 
 
-def noted(steps: Sequence[Callable[[Any], object]], place: WaitPoint) -> tuple[Callable[[Any], Any], ...]:
+def noted(steps: Sequence[Callable[[Any], Any]], place: WaitPoint) -> tuple[Callable[[Any], Any], ...]:
     """The steps of a redistribution as one function, which is at `place` while it runs."""
     steps, back = tuple(steps), place.back
 
-    def run(x: object) -> Any:  # not `waiting`, which takes longer
+    def run(x: Any) -> Any:  # not `waiting`, which takes longer
         position.place = place
         position.moves += 1
         if back:

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from ...capture.annotations import CUT
 from ...capture.hybrid_models import is_own
@@ -73,9 +74,9 @@ def _released() -> None:
 
 
 def _grad(
-    outputs: Any,
-    inputs: Any,
-    grad_outputs: Any = None,
+    outputs: Tensor | Sequence[Tensor],
+    inputs: Tensor | Sequence[Tensor],
+    grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
     only_inputs: bool = True,
@@ -85,7 +86,7 @@ def _grad(
 ) -> tuple[Tensor | None, ...]:
     """`torch.autograd.grad`, of parameters that are slices too."""
     several = [inputs] if isinstance(inputs, Tensor) or not isinstance(inputs, Sequence) else list(inputs)
-    several = [successor_of(x) if isinstance(x, Tensor) else x for x in several]
+    several = [successor_of(x) if isinstance(x, Tensor) else x for x in several]  # anything else is torch's error
     places = [i for i, x in enumerate(several) if isinstance(x, Tensor) and (hasattr(x, CUT) or is_own(x))]
     further: dict[str, Any] = dict(
         create_graph=create_graph,
@@ -124,7 +125,10 @@ def _name(parameter: Tensor) -> str:
 
 
 def _of_parameters(
-    outputs: Sequence[Tensor], wanted: Sequence[Tensor], grad_outputs: Any, retain: bool
+    outputs: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    grad_outputs: Tensor | Sequence[Tensor | None] | None,
+    retain: bool,
 ) -> list[Tensor | None]:
     """The gradients of parameters, by a backward to their leaves."""
     for parameter in wanted:
@@ -166,7 +170,7 @@ def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
         SettingError: the loss of a pipeline, whose parameters are on the ranks of their stages alone.
     """
     found: list[Tensor] = []
-    waiting: list[Any] = [x.grad_fn for x in outputs if x.grad_fn is not None]
+    waiting: list[Node] = [x.grad_fn for x in outputs if x.grad_fn is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
