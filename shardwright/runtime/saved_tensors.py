@@ -79,7 +79,7 @@ class Dropped:
         run.waiting.add(self)
         return self
 
-    def pass_on(self, pack: Callable[[Tensor], object], unpack: Callable[[Any], Tensor]) -> Dropped:
+    def pass_on(self, pack: Callable[[Tensor], object], unpack: Callable[[object], Tensor]) -> Dropped:
         """Save the tensor through the surrounding hooks, without dropping it."""
         assert self.tensor is not None
         packed, self.tensor = pack(self.tensor), None
@@ -109,7 +109,7 @@ class _Recompute:
     frees: tuple[tuple[Hashable, ...], ...]
     named: Callable[[], tuple[tuple[Hashable, Step], ...]]
 
-    def __call__(self, env: dict[Hashable, Any]) -> tuple[dict[Hashable, Any], dict[Hashable, list[Tensor]]]:
+    def __call__(self, env: dict[Hashable, object]) -> tuple[dict[Hashable, object], dict[Hashable, list[Tensor]]]:
         own: dict[Hashable, list[Tensor]] = {}
         with torch.enable_grad():  # some operators compute differently without it
             for (key, step), frees in zip(self.named() if profiling() else self.steps, self.frees, strict=True):
@@ -143,10 +143,10 @@ class RegionRun:
     def __init__(self, recompute: _Recompute) -> None:
         self.recompute = recompute
         self.waiting: weakref.WeakSet[Dropped] = weakref.WeakSet()
-        self.inputs: dict[Hashable, Any] = {}
+        self.inputs: dict[Hashable, object] = {}
         self.versions: dict[Hashable, list[int]] = {}
 
-    def keep(self, key: Hashable, value: Any, copy: bool = False) -> None:
+    def keep(self, key: Hashable, value: object, copy: bool = False) -> None:
         """Keep an input value; `copy`: it will be changed in place after the forward, so a clone is kept."""
         value = _leaves(value, {})
         self.inputs[key] = _mapped(value, Tensor.clone) if copy else value
@@ -189,7 +189,7 @@ class Saver(Generic[Key]):
     outputs: tuple[tuple[int, Key, int | None], ...]
     own: tuple[int, Key] | None
 
-    def __call__(self, runs: Sequence[RegionRun], values: Sequence[Any], call: Callable[[], Any]) -> Any:
+    def __call__(self, runs: Sequence[RegionRun], values: Sequence[object], call: Callable[[], object]) -> object:
         """The result of ``call()``; tensors that autograd saves meanwhile are dropped as planned. `values` are those of
         `inputs`."""
         known = _by_memory(zip(self.inputs, values))
@@ -279,19 +279,19 @@ def _drop(
     return True
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> object:
+def _mapped(value: object, change: Callable[[Tensor], Tensor]) -> object:
     if isinstance(value, Tensor):
         return change(value)
     return type(value)(_mapped(v, change) for v in value) if isinstance(value, (list, tuple)) else value
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _tensors(value: object) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     return [x for v in value for x in _tensors(v)] if isinstance(value, (list, tuple)) else []
 
 
-def _leaves(value: Any, memo: dict[Tensor, Tensor]) -> Any:
+def _leaves(value: object, memo: dict[Tensor, Tensor]) -> object:
     """The same tensors detached from their graph; an object that occurs twice stays one object."""
 
     def leaf(x: Tensor) -> Tensor:
@@ -423,7 +423,7 @@ class LoweredRegions(Generic[Key]):
         return begin
 
 
-def keep(runs: list[RegionRun] | None, region: int, key: Hashable, value: Any, copy: bool) -> None:
+def keep(runs: list[RegionRun] | None, region: int, key: Hashable, value: object, copy: bool) -> None:
     """Keep a value for a region, unless another region lends it."""
     if runs is not None and key not in runs[region].inputs:
         runs[region].keep(key, value, copy)

@@ -218,11 +218,13 @@ class BoundRegions(nn.Module):
 class BoundSaver(nn.Module):
     """An operator that saves dropped values."""
 
-    def __init__(self, saver: Saver[str], target: Callable[..., Any]) -> None:
+    def __init__(self, saver: Saver[str], target: Callable[..., object]) -> None:
         super().__init__()
         self.saver, self.target = saver, target
 
-    def forward(self, runs: list[RegionRun] | None, watched: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self, runs: list[RegionRun] | None, watched: tuple[Tensor, ...], *args: object, **kwargs: object
+    ) -> object:
         if runs is None:
             return self.target(*args, **kwargs)
         return self.saver(runs, watched, lambda: self.target(*args, **kwargs))
@@ -307,7 +309,7 @@ class RankExecutor:
         # In a pipeline micro-batches share one sum; on Gloo the buckets of `GradientSums` are faster.
         inside: list[Node] | None = [] if compiled and not groups.exchanges and not stage else None
         regions = LoweredRegions(lowered, lambda n: n.name)
-        targets: dict[Node, Callable[..., Any]] = {}
+        targets: dict[Node, Callable[..., object]] = {}
         runs: torch.fx.Node | None = None
         self._taken: dict[int, tuple[WeightOfBlock, int]] = {}  # by place: a weight, and its number in its message
         self._later: dict[int, tuple[GatherAgain, int]] = {}  # likewise, of the backward
@@ -380,7 +382,7 @@ class RankExecutor:
             root.add_module("regions", BoundRegions(regions.recomputation(lambda n: _recomputing(n, targets[n]))))
         self.module = torch.fx.GraphModule(root, graph)
         self._run = compiled.compiled(self.module, self._options_of_compiler()) if compiled else self.module.forward
-        self._named: Callable[..., Any] | None = None  # the program in ranges of a profile; made when one is taken
+        self._named: Callable[..., object] | None = None  # the program in ranges of a profile; made when one is taken
         buckets = (m.name for _, message in self.schedule.of("sum") for m in message.members)
         self.sums = {name: sums[name] for name in buckets if name in sums}
         self.followed = [name for name, digits in self.sums.items() if _gathers_next(lowered, last[name], digits)]
@@ -404,7 +406,7 @@ class RankExecutor:
             refuse_graph_of_compiled(results)
         return results
 
-    def _options_of_compiler(self) -> dict[str, Any]:
+    def _options_of_compiler(self) -> dict[str, object]:
         """Options of inductor for the program: where the schedule has a gather under way while anything else runs, the
         compiled one has too."""
         gathers = (message for regathered in (False, True) for _, message in self.schedule.of("gather", regathered))
@@ -674,10 +676,10 @@ def _gathers_next(lowered: Lowered, use: int, digits: Digits) -> bool:
     return False
 
 
-def _recomputing(node: Node, target: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
+def _recomputing(node: Node, target: Callable[..., object]) -> Callable[[dict[str, object]], object]:
     """A function that computes a node from values by the names of their nodes."""
 
-    def run(env: dict[str, Any]) -> Any:
+    def run(env: dict[str, object]) -> object:
         args, kwargs = map_leaves(lambda a: env[a.name] if type(a) is Node else a, (node.args, dict(node.kwargs)))
         return target(*args, **kwargs)
 

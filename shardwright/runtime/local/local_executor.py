@@ -96,6 +96,12 @@ class _Ways(NamedTuple):
         return convert_shards(self.backward, gradient.to(sums), self.back).to(dtype)
 
 
+#: The values of a program by their slots, tensors, lists of tensors and plain values; the regions of the call are last.
+_Values = list[Any]
+#: A step of a program: all values -> the value of its slot.
+_Step = Callable[[_Values], object]
+
+
 class LocalExecutor:
     """A lowered program, run for all ranks at once.
 
@@ -108,7 +114,7 @@ class LocalExecutor:
 
     def __init__(self, lowered: Lowered) -> None:
         self.lowered = lowered
-        self.record: Callable[[Node, Any], None] | None = None
+        self.record: Callable[[Node, object], None] | None = None
         nodes = lowered.nodes
         self.axes = Axes.of_layouts(lowered.plan.devices, _layouts(nodes))
         self._slots = {node: i for i, node in enumerate(nodes)}
@@ -116,7 +122,7 @@ class LocalExecutor:
         self._terms: dict[Node, RankShape] = {}
         self._gradients: dict[Node, Layout] = {}
         self._ways: dict[Node, _Ways] = {}
-        self._calls: dict[Any, Callable[[Sequence[Any]], object]] = {}  # form of a call -> its step
+        self._calls: dict[object, Callable[[Sequence[object]], object]] = {}  # form of a call -> its step
         for node in nodes[:-1]:
             self._lay(node)
         # These redistributions only sum the gradients of a value that is stored once: its consumer sums them already.
@@ -136,7 +142,9 @@ class LocalExecutor:
         self._regions = LoweredRegions(lowered, self._slots.__getitem__)
         self._begin = self._regions.recomputation(self._step)
         self._steps = [(n, self._slots[n], self._saving(n, self._step(n))) for n in nodes if n.op == "call_function"]
-        self._named: list[Any] | None = None  # the steps as ranges of a profile; made when one is taken
+        self._named: list[tuple[Node, int, _Step]] | None = (
+            None  # the steps as ranges of a profile; made when one is taken
+        )
         self._outputs = [(self._slots[n], self._assembling(n)) for n in nodes[-1].args[0]]
         self._frees = _last_uses(nodes, self._slots)
         self._keeps = not any(n.target is move and n.meta["instruction"].reshard_after_forward for n in nodes)
@@ -153,7 +161,7 @@ class LocalExecutor:
             return self._run(whole)
 
     def _run(self, whole: tuple[Tensor, ...]) -> list[Tensor]:
-        env: list[Any] = [None] * len(self._slots)
+        env: _Values = [None] * len(self._slots)
         env.append(self._begin() if self._regions.regions and torch.is_grad_enabled() else None)
         for (slot, cut), tensor in zip(self._placeholders, whole, strict=True):
             if slot in self._padded:
@@ -168,12 +176,12 @@ class LocalExecutor:
                 env[dead] = None
         return [env[slot] if join is None else join(env[slot]) for slot, join in self._outputs]
 
-    def _named_steps(self) -> list[Any]:
+    def _named_steps(self) -> list[tuple[Node, int, _Step]]:
         if self._named is None:
             self._named = named_steps(self._steps, self._slots, self.lowered.names, self._passed)
         return self._named
 
-    def _recorded(self, record: Callable[[Node, Any], None], node: Node, value: Any) -> Any:
+    def _recorded(self, record: Callable[[Node, object], None], node: Node, value: Any) -> object:
         """Pass a value to `record`, shard by shard; return a value built from these shards, so that they get
         gradients."""
         axes, rank_shape = self.axes, self._rank_shapes[node]
@@ -284,14 +292,14 @@ class LocalExecutor:
 
     # -- the step of each node --
 
-    def _saving(self, node: Node, step: Callable[[list[Any]], Any]) -> Callable[[list[Any]], object]:
+    def _saving(self, node: Node, step: _Step) -> _Step:
         """A node's step with its part in recomputation: the values to keep and to drop. The call's regions are last in
         `env`."""
         reads, saver = self._regions.reads.get(node, ()), self._regions.savers.get(node)
         if not reads and saver is None:
             return step
 
-        def run(env: list[Any]) -> Any:
+        def run(env: _Values) -> object:
             runs = env[-1]
             if runs is None:
                 return step(env)
@@ -303,7 +311,7 @@ class LocalExecutor:
 
         return run
 
-    def _step(self, node: Node) -> Callable[[Any], Any]:
+    def _step(self, node: Node) -> _Step:
         slots = self._slots
         if node in self._passed:
             slot, dtype = slots[operand(node)], node.meta["instruction"].dtype
@@ -318,7 +326,7 @@ class LocalExecutor:
         call = Call(node, self.axes, self._rank_shapes, self._terms, self._gradients)
         return _on_slots(self._shared(call), [slots[a] for a in call.operands])
 
-    def _shared(self, call: Call) -> Callable[[Sequence[Any]], object]:
+    def _shared(self, call: Call) -> Callable[[Sequence[object]], object]:
         """The step of a call: one for all calls of its form, since the layers of a model are often equal."""
         if not call.out:  # a plain call, which is made sooner than found
             return call.step()
@@ -331,12 +339,12 @@ class LocalExecutor:
             known = self._calls[form] = call.step()
         return known
 
-    def _move(self, node: Node) -> Callable[[list[Any]], object]:
+    def _move(self, node: Node) -> _Step:
         instruction: Redistribute = node.meta["instruction"]
         source, ways = self._slots[operand(node)], self._ways[node]
         forward, backward = (ways.convert,), (ways.transpose,)
 
-        def run(env: list[Any]) -> Any:
+        def run(env: _Values) -> Tensor:
             x = env[source]
             if ways.backward is not None and torch.is_grad_enabled() and x.requires_grad:
                 return RedistributionFunction.apply(x, forward, backward)
@@ -345,19 +353,19 @@ class LocalExecutor:
         return self._gathering(instruction, source, ways, run) if instruction.reshard_after_forward else run
 
     def _gathering(
-        self, instruction: Redistribute, source: int, ways: _Ways, run: Callable[[list[Any]], Any]
-    ) -> Callable[[list[Any]], object]:
+        self, instruction: Redistribute, source: int, ways: _Ways, run: Callable[[_Values], Tensor]
+    ) -> _Step:
         """The redistribution of a weight that is regathered in the backward."""
         name = instruction.source.value.name
 
-        def gather(env: list[Any]) -> Any:
+        def gather(env: _Values) -> object:
             made, stored = run(env), env[source].detach()
             self._regathered.note(name, [stored], [made], lambda: [ways.convert(stored)])
             return made
 
         return gather
 
-    def _extreme(self, node: Node) -> Callable[[list[Any]], Any]:
+    def _extreme(self, node: Node) -> _Step:
         instruction: GlobalExtreme = node.meta["instruction"]
         ways, operands = self._ways[node], (operand(node, 0), operand(node, 1))
         rank_shape = union(*(self._rank_shapes[a] for a in (*operands, node)))
@@ -370,7 +378,7 @@ class LocalExecutor:
         )
 
 
-def _on_slots(step: Callable[[Sequence[Any]], object], slots: Sequence[int]) -> Callable[[list[Any]], object]:
+def _on_slots(step: Callable[[Sequence[object]], object], slots: Sequence[int]) -> _Step:
     """The function ``env -> value`` of a step on the values in these slots."""
     if len(slots) == 1:
         (slot,) = slots

@@ -61,7 +61,7 @@ INFORMED = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean
 #: The size of the extra dim with which a rule is tried.
 ASKED = 5
 #: Plain call -> longer call: the layers of a model are alike, and so are its programs at one size.
-_KNOWN: dict[Any, Op | None] = {}
+_KNOWN: dict[object, Op | None] = {}
 #: The number of calls that are remembered.
 MOST_KNOWN = 4096
 
@@ -101,7 +101,7 @@ def _found(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:
     return _longer(informed, sizes)
 
 
-def told_of_dims(target: Any) -> bool:
+def told_of_dims(target: object) -> bool:
     """True where dims or a shape are among an operator's arguments."""
     schema = schema_of(target)
     return target in INFORMED or (schema is not None and any(a.name in (*DIMS, *SHAPES) for a in schema.arguments))
@@ -114,7 +114,7 @@ def _longer(op: Op, lead: tuple[int, ...]) -> Op:
         new = range(len(lead))
         args, kwargs = op.with_arguments(dims=[*new, *(len(lead) + d % rank for d in op.argument("dims"))])
         return changed(op, args=args, kwargs=kwargs)
-    changes: dict[str, Any] = {}
+    changes: dict[str, object] = {}
     for argument in schema_of(op.target).arguments:
         kind, value = str(argument.type), op.argument(argument.name)
         if argument.name in DIMS and kind in ("int", "List[int]", "Optional[List[int]]"):
@@ -238,7 +238,7 @@ class Call:
         self.instruction: LocalOp = node.meta["instruction"]
         self._shapes: dict[Node, RankShape | None] = {}
 
-    def form(self) -> tuple[Any, ...]:
+    def form(self) -> tuple[object, ...]:
         """A key that is equal for calls of one program with equal steps: the call without its names."""
         node, op, slots = self.node, self.instruction.op, self.slots
         called = key_of((node.args, node.kwargs), lambda a: slots[a] if type(a) is Node else a)
@@ -435,7 +435,7 @@ class Call:
         each = _call(function or plain_function(node), node.args, node.kwargs, shard.__getitem__)
         several = "instance" not in node.meta and function is None
 
-        def run(tensors: Sequence[object]) -> Any:
+        def run(tensors: Sequence[object]) -> object:
             shards = []
             for get, shape, places in parts:
                 stored = axes.unbind(get(tensors), shape)
@@ -506,12 +506,12 @@ class Call:
 
     def _written(
         self,
-        function: Any,
+        function: object,
         dims: int = 0,
         aligned: Any = (),
         *,
         args: tuple[object, ...] | None = None,
-        kwargs: dict[str, Any] | None = None,
+        kwargs: dict[str, object] | None = None,
         side: bool = False,
         after: Any = None,
     ) -> Get:
@@ -632,7 +632,7 @@ class _OneOfAllRanks(torch.autograd.Function):
         return SameOnAllRanks.apply(gradient, *ctx.places), None, None, None, None
 
 
-def _leaves_out(node: Node, target: Any, argument: str) -> bool:
+def _leaves_out(node: Node, target: object, argument: str) -> bool:
     """True where the call leaves an argument of its operator to the default."""
     names = [a.name for a in schema_of(target).arguments]
     return argument in names[len(node.args) :] and argument not in node.kwargs
