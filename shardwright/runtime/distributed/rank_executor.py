@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Node as FxNode
+from torch.fx.node import Argument
 
 from ...cost.communication_schedule import CommunicationSchedule, ScheduledMessage
 from ...graph import map_leaves
@@ -300,7 +302,7 @@ class RankExecutor:
         self._scatter_messages = {m.place: n for n, message in self.schedule.of("scatter") for m in message.members}
         root = self._root = nn.Module()
         graph = self._graph = torch.fx.Graph()
-        env: dict[Node, torch.fx.Node] = {}
+        env: dict[Node, FxNode] = {}
         sums: dict[str, Digits] = {}
         last: dict[str, int] = {}
         number = {node: i for i, node in enumerate(lowered.nodes)}
@@ -313,7 +315,7 @@ class RankExecutor:
         runs: torch.fx.Node | None = None
         self._taken: dict[int, tuple[WeightOfBlock, int]] = {}  # by place: a weight, and its number in its message
         self._later: dict[int, tuple[GatherAgain, int]] = {}  # likewise, of the backward
-        self._parts: dict[int, torch.fx.Node] = {}  # by place: the node that has waited for the weight's message
+        self._parts: dict[int, FxNode] = {}  # by place: the node that has waited for the weight's message
         self._blocks: dict[int, int] = {}  # by place, in a compiled program: a weight's number in a `CompiledBlock`
         events = self._events(env, by_blocks=self._eager or not regions.regions)
         for node in lowered.nodes:
@@ -412,7 +414,7 @@ class RankExecutor:
         gathers = (message for regathered in (False, True) for _, message in self.schedule.of("gather", regathered))
         return options_ahead() if any(message.apart for message in gathers) else {}
 
-    def _call(self, kind: str, module: nn.Module, *args: Any, **kwargs: Any) -> torch.fx.Node:
+    def _call(self, kind: str, module: nn.Module, *args: Argument, **kwargs: Argument) -> FxNode:
         """A node that calls a new module."""
         name = f"{kind}_{len(module_table(self._root))}"
         self._root.add_module(name, module)
@@ -420,7 +422,7 @@ class RankExecutor:
 
     # -- what the schedule says
 
-    def _events(self, env: dict[Node, torch.fx.Node], by_blocks: bool) -> list[_Event]:
+    def _events(self, env: dict[Node, FxNode], by_blocks: bool) -> list[_Event]:
         """The nodes that issue messages and wait for them, in the order in which they stand in the program.
 
         Args:
@@ -452,12 +454,12 @@ class RankExecutor:
             for index, place in enumerate(members):
                 self._taken[place] = gather.members[index], index
             stored = [nodes[place].args[0] for place in members]
-            issued: list[torch.fx.Node] = []
+            issued: list[FxNode] = []
 
-            def issue(gather: BlockGather = gather, stored: list[Any] = stored, issued: list[Any] = issued) -> None:
+            def issue(gather: BlockGather = gather, stored: list[Node] = stored, issued: list[FxNode] = issued) -> None:
                 issued.append(self._call("issue", IssuedGather(gather), *(env[x] for x in stored)))
 
-            def wait(gather: BlockGather = gather, members: list[int] = members, issued: list[Any] = issued) -> None:
+            def wait(gather: BlockGather = gather, members: list[int] = members, issued: list[FxNode] = issued) -> None:
                 waited = self._call("wait", WaitedGather(gather), issued[0])
                 self._parts.update((place, waited) for place in members)
 
@@ -466,12 +468,12 @@ class RankExecutor:
             self._gathers_of_backward()
         for place, (begin, end) in self._splits.items():
             node, moved = nodes[place], self._split(self._redistribute(place))
-            halves: list[torch.fx.Node] = []
+            halves: list[FxNode] = []
 
-            def issue_half(node: Any = node, moved: SplitRedistribute = moved, halves: list[Any] = halves) -> None:
+            def issue_half(node: Node = node, moved: SplitRedistribute = moved, halves: list[FxNode] = halves) -> None:
                 halves.append(self._call("issue", IssuedHalf(moved), env[node.args[0]]))
 
-            def wait_half(node: Any = node, moved: SplitRedistribute = moved, halves: list[Any] = halves) -> None:
+            def wait_half(node: Node = node, moved: SplitRedistribute = moved, halves: list[FxNode] = halves) -> None:
                 env[node] = self._call("wait", WaitedHalf(moved), halves[0])
 
             events += [_Event(begin, (0, 0, place), issue_half), _Event(end, (0, 1, place), wait_half)]
