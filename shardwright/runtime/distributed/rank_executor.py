@@ -312,7 +312,7 @@ class RankExecutor:
         inside: list[Node] | None = [] if compiled and not groups.exchanges and not stage else None
         regions = LoweredRegions(lowered, lambda n: n.name)
         targets: dict[Node, Callable[..., object]] = {}
-        runs: torch.fx.Node | None = None
+        runs: FxNode | None = None
         self._taken: dict[int, tuple[WeightOfBlock, int]] = {}  # by place: a weight, and its number in its message
         self._later: dict[int, tuple[GatherAgain, int]] = {}  # likewise, of the backward
         self._parts: dict[int, FxNode] = {}  # by place: the node that has waited for the weight's message
