@@ -43,11 +43,12 @@ from ...partition.padded_dims import true_slice
 from ...torch_private import PARAMETER, DisableTorchFunctionSubclass, local_tensor, pytree, set_local_tensor, spec_of
 from .dtensors import ELSEWHERE, gathered_as, layout_of, padded_slice, with_values
 from .gradient_edits import VIEWS, changes, drawing, is_copy, part_of, put
+from .parameter_hooks import call_after, called_before
 from .rank_messages import ranks_of_now
 from .rank_positions import WaitPoint, waiting
 from .requested_gradients import reached
 
-__all__ = ["ELEMENTWISE", "READS", "PartCopy", "SlicedTensor", "locals_of"]
+__all__ = ["ELEMENTWISE", "READS", "PartCopy", "SlicedTensor", "in_step_or_hook", "locals_of"]
 
 #: Functions that optimizers apply in place, element by element, to a tensor with other tensors.
 ELEMENTWISE = frozenset(
@@ -82,9 +83,6 @@ _PLAIN = frozenset(
 
 #: Functions that read only the shape, or the dtype, of their second argument -> those that take this.
 _SHAPES = {"view_as": "view", "reshape_as": "reshape", "expand_as": "expand", "type_as": "to"}
-
-#: Names of functions that give a tensor other memory.
-_REBINDS = frozenset({"set_", "resize_", "resize_as_"})
 
 #: Names of functions that draw random numbers: in place, of a tensor's shape, and others.
 _DRAWN_IN_PLACE = frozenset(
@@ -171,6 +169,14 @@ class SlicedTensor(DTensor):
             f"the memory of {_named(self)}, of which this rank has a slice, is asked for",
             source=_line(),
             legal="sw.save_checkpoint; net.state_dict() inside of `with model.whole(rank=0) as net:`",
+        )
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: a parametrization of a parameter gives it other memory."""
+        raise SettingError(
+            f"set_ of {_named(self)}, of which this rank has a slice",
+            source=_line(),
+            legal="p.data = values of the same shape; parametrizations of the model before AutoParallel",
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -483,8 +489,8 @@ def _value(x: Any, name: str) -> Tensor:
     elsewhere = x.device_mesh.mesh_dim_names == ELSEWHERE
     if not elsewhere and all(isinstance(p, Replicate) for p in x.placements) and x.device_mesh.size() == _world():
         return local_tensor(x).detach()
-    if elsewhere and _in_a_step():
-        return local_tensor(x).detach()
+    if in_step_or_hook():
+        return local_tensor(x).detach() if elsewhere else _gathered(x)
     of = getattr(x, CUT, "")
     place = WaitPoint(
         f"{name}() of {_named(x)}, which every rank calls (one rank alone reads inside of `with model.whole(rank=0)`)"
@@ -519,11 +525,15 @@ def _world() -> int:
     return dist.get_world_size()
 
 
-def _in_a_step() -> bool:
-    """True inside of an optimizer's step."""
+def in_step_or_hook() -> bool:
+    """True inside of an optimizer's step, or of a hook of a parameter: in a pipeline the ranks of another stage are not
+    in it at the same time."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
+        code = frame.f_code
+        if code is call_after.__code__ or code is called_before.__code__:
+            return True
+        if code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
@@ -544,12 +554,6 @@ def _changed(function: Any, name: str, target: Any, args: tuple[Any, ...], kwarg
             "parameter would stay as it is",
             source=_line(),
             legal="p[:2] = 0 or p.mul_(mask) with a mask of the parameter's whole shape, under torch.no_grad()",
-        )
-    if name in _REBINDS:
-        raise SettingError(
-            f"{name} of {_named(target)}, of which this rank has a slice",
-            source=_line(),
-            legal="p.data = values of the same shape; parametrizations of the model before AutoParallel",
         )
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
