@@ -24,11 +24,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import sys
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -38,13 +39,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ...capture.annotations import CUT, whole_shape
 from ...capture.source_lines import user_frame
-from ...errors import CheckpointError, SettingError
+from ...errors import SettingError
 from ...partition.padded_dims import true_slice
 from ...torch_private import PARAMETER, DisableTorchFunctionSubclass, local_tensor, pytree, set_local_tensor, spec_of
 from .dtensors import ELSEWHERE, gathered_as, layout_of, padded_slice, with_values
 from .gradient_edits import VIEWS, changes, drawing, is_copy, part_of, put
 from .parameter_hooks import call_after, called_before
-from .rank_messages import ranks_of_now
+from .rank_messages import ProcessRanks, ranks_of_now
 from .rank_positions import WaitPoint, waiting
 from .requested_gradients import reached
 
@@ -100,6 +101,8 @@ _ALIASES = "_shardwright_aliases"
 
 #: Errors of DTensor's where it has no way to compute a function on slices.
 _FAILURES = (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError, IndexError, KeyError)
+
+_ON_ALL = "`with model.whole() as net:`, which has whole parameters on every rank"
 
 #: The wait point of the gathers and sums of this module.
 _COMPUTING = WaitPoint("a function of a parameter, outside of the model, which every rank calls")
@@ -390,7 +393,7 @@ def _is_elsewhere(x: Tensor) -> SettingError:
     return SettingError(
         f"{_named(x)} is on the ranks of another stage of the pipeline, and its value is used outside of the model",
         source=_line(),
-        legal="`with model.whole() as net:`, which has whole parameters on every rank",
+        legal=_ON_ALL,
     )
 
 
@@ -487,42 +490,46 @@ def _value(x: Any, name: str) -> Tensor:
     if not isinstance(x, DTensor):
         return x.detach()
     elsewhere = x.device_mesh.mesh_dim_names == ELSEWHERE
-    if not elsewhere and all(isinstance(p, Replicate) for p in x.placements) and x.device_mesh.size() == _world():
+    if (
+        not elsewhere
+        and all(isinstance(p, Replicate) for p in x.placements)
+        and x.device_mesh.size() == dist.get_world_size()
+    ):
         return local_tensor(x).detach()
     if in_step_or_hook():
         return local_tensor(x).detach() if elsewhere else _gathered(x)
-    of = getattr(x, CUT, "")
+    asked = [name, getattr(x, CUT, ""), list(whole_shape(x)), str(x.dtype), elsewhere]
+    digest = int.from_bytes(hashlib.blake2b(repr(asked).encode(), digest_size=7).digest(), "big")
     place = WaitPoint(
         f"{name}() of {_named(x)}, which every rank calls (one rank alone reads inside of `with model.whole(rank=0)`)"
     )
     with waiting(place):
-        try:
-            asked = ranks_of_now("values of parameters").exchanged(
-                [name, of, list(whole_shape(x)), str(x.dtype), elsewhere, _line() or ""]
-            )
-        except CheckpointError as error:  # its words are those of a save; the watchdog knows the reason
-            raise error.__cause__ or error from None
-    first = asked[0]
-    for rank, other in enumerate(asked):
-        if other[:4] != first[:4] and not (elsewhere or other[4] or first[4]):
-            raise SettingError(
-                f"rank 0 reads {_asked_text(first)}, and rank {rank} reads {_asked_text(other)}",
-                legal="the same on every rank; `with model.whole(rank=0)` for one rank alone",
-            )
-    if any(other[4] for other in asked):
+        ranks = ranks_of_now("values of parameters")
+        assert isinstance(ranks, ProcessRanks)
+        ends = torch.tensor([digest, -digest], device="cpu")
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=ranks.group)
+        if int(ends.sum()):
+            _refuse(ranks.exchanged([*asked, _line() or ""]))
+    if elsewhere:
         raise _is_elsewhere(x)
     return _gathered(x)
 
 
-def _asked_text(asked: Sequence[Any]) -> str:
-    name, of, shape, dtype, _, line = asked
-    return f"{name}() of {of or 'a value of parameters'} {dtype.removeprefix('torch.')}{shape}" + (
-        f" ({line})" if line else ""
+def _refuse(asked: Sequence[Any]) -> NoReturn:
+    """Raise the error of ranks that read different values, or of values that some ranks do not have."""
+    if any(elsewhere for *_, elsewhere, _ in asked):
+        raise SettingError(f"{_asked_text(asked[0])}, which one stage of a pipeline has alone, is read", legal=_ON_ALL)
+    rank = next(rank for rank, other in enumerate(asked) if other[:-1] != asked[0][:-1])
+    raise SettingError(
+        f"rank 0 reads {_asked_text(asked[0])}, and rank {rank} reads {_asked_text(asked[rank])}",
+        legal="the same on every rank; `with model.whole(rank=0)` for one rank alone",
     )
 
 
-def _world() -> int:
-    return dist.get_world_size()
+def _asked_text(asked: Sequence[Any]) -> str:
+    name, of, shape, dtype, _, line = asked
+    where = f" ({line})" if line else ""
+    return f"{name}() of {of or 'a value of parameters'} {dtype.removeprefix('torch.')}{shape}{where}"
 
 
 def in_step_or_hook() -> bool:
@@ -684,13 +691,9 @@ def _drawn_like(function: Callable[..., Tensor], x: DTensor, args: Any, kwargs: 
     with drawing(x.device, kwargs):
         drawn = function(torch.empty(whole_shape(x), dtype=x.dtype, device=x.device), *args, **kwargs)
     made = SlicedTensor(torch.empty_like(local_tensor(x), dtype=dtype), spec_of(x), requires_grad=False)
-    if made.dtype != x.dtype or _partial(x):
+    if made.dtype != x.dtype or any(isinstance(p, Partial) for p in x.placements):
         return drawn
     if x.device_mesh.mesh_dim_names != ELSEWHERE:
         with torch.no_grad():
             made.copy_(drawn)
     return made
-
-
-def _partial(x: DTensor) -> bool:
-    return any(isinstance(p, Partial) for p in x.placements)
