@@ -39,7 +39,7 @@ from .dtensors import SUBCLASSES_HAVE_VIEWS
 from .gradient_edits import NORMS, RANDOM, VIEWS, changes, drawn_like, is_copy, lost, norms, put, unscale
 from .parameter_hooks import call_after, put_within, seen_by_hooks
 from .rank_positions import waiting
-from .sliced_tensors import ELEMENTWISE, READS, SlicedTensor, locals_of
+from .sliced_tensors import ELEMENTWISE, READS, SlicedTensor, in_step_or_hook, locals_of
 
 __all__ = [
     "Gradient",
@@ -222,7 +222,11 @@ class StageGradient(Gradient):
     def __torch_function__(
         cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function in _NORMS or function is foreach_norm:
+        is_norm = function in _NORMS or function is foreach_norm
+        if is_norm and in_step_or_hook():  # of an optimizer, which sees the parameters of this stage alone
+            args = pytree.tree_map_only(StageGradient, _alone, args)
+            return function(*args, **pytree.tree_map_only(StageGradient, _alone, kwargs or {}))
+        if is_norm:
             found = _found_together(function, args, kwargs or {})
             if found is not None:
                 return found
@@ -230,6 +234,11 @@ class StageGradient(Gradient):
         if function in _NORMS:
             return _norms_as_results([result], args[:1])[0]
         return _norms_as_results(result, args[0]) if function is foreach_norm else result
+
+
+def _alone(gradient: DTensor) -> Gradient:
+    """The same gradient, whose norm is that over the ranks of its stage alone."""
+    return Gradient(local_tensor(gradient), spec_of(gradient), requires_grad=False)
 
 
 for _kind in (Gradient, StageGradient):
@@ -347,7 +356,7 @@ def run_after(parameter: nn.Parameter) -> None:
     """
     gradient = parameter.grad
     if isinstance(gradient, StageGradient):
-        parameter.grad = alone = Gradient(local_tensor(gradient), spec_of(gradient), requires_grad=False)
+        parameter.grad = alone = _alone(gradient)
         call_after(parameter)
         if parameter.grad is alone:
             parameter.grad = gradient

@@ -24,11 +24,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import sys
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -38,16 +39,17 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ...capture.annotations import CUT, whole_shape
 from ...capture.source_lines import user_frame
-from ...errors import CheckpointError, SettingError
+from ...errors import SettingError
 from ...partition.padded_dims import true_slice
 from ...torch_private import PARAMETER, DisableTorchFunctionSubclass, local_tensor, pytree, set_local_tensor, spec_of
 from .dtensors import ELSEWHERE, gathered_as, layout_of, padded_slice, with_values
 from .gradient_edits import VIEWS, changes, drawing, is_copy, part_of, put
-from .rank_messages import ranks_of_now
+from .parameter_hooks import call_after, called_before
+from .rank_messages import ProcessRanks, ranks_of_now
 from .rank_positions import WaitPoint, waiting
 from .requested_gradients import reached
 
-__all__ = ["ELEMENTWISE", "READS", "PartCopy", "SlicedTensor", "locals_of"]
+__all__ = ["ELEMENTWISE", "READS", "PartCopy", "SlicedTensor", "in_step_or_hook", "locals_of"]
 
 #: Functions that optimizers apply in place, element by element, to a tensor with other tensors.
 ELEMENTWISE = frozenset(
@@ -83,9 +85,6 @@ _PLAIN = frozenset(
 #: Functions that read only the shape, or the dtype, of their second argument -> those that take this.
 _SHAPES = {"view_as": "view", "reshape_as": "reshape", "expand_as": "expand", "type_as": "to"}
 
-#: Names of functions that give a tensor other memory.
-_REBINDS = frozenset({"set_", "resize_", "resize_as_"})
-
 #: Names of functions that draw random numbers: in place, of a tensor's shape, and others.
 _DRAWN_IN_PLACE = frozenset(
     "uniform_ normal_ bernoulli_ random_ exponential_ geometric_ log_normal_ cauchy_ trunc_normal_ kaiming_uniform_ "
@@ -102,6 +101,8 @@ _ALIASES = "_shardwright_aliases"
 
 #: Errors of DTensor's where it has no way to compute a function on slices.
 _FAILURES = (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError, IndexError, KeyError)
+
+_ON_ALL = "`with model.whole() as net:`, which has whole parameters on every rank"
 
 #: The wait point of the gathers and sums of this module.
 _COMPUTING = WaitPoint("a function of a parameter, outside of the model, which every rank calls")
@@ -171,6 +172,14 @@ class SlicedTensor(DTensor):
             f"the memory of {_named(self)}, of which this rank has a slice, is asked for",
             source=_line(),
             legal="sw.save_checkpoint; net.state_dict() inside of `with model.whole(rank=0) as net:`",
+        )
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: a parametrization of a parameter gives it other memory."""
+        raise SettingError(
+            f"set_ of {_named(self)}, of which this rank has a slice",
+            source=_line(),
+            legal="p.data = values of the same shape; parametrizations of the model before AutoParallel",
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -384,7 +393,7 @@ def _is_elsewhere(x: Tensor) -> SettingError:
     return SettingError(
         f"{_named(x)} is on the ranks of another stage of the pipeline, and its value is used outside of the model",
         source=_line(),
-        legal="`with model.whole() as net:`, which has whole parameters on every rank",
+        legal=_ON_ALL,
     )
 
 
@@ -481,49 +490,57 @@ def _value(x: Any, name: str) -> Tensor:
     if not isinstance(x, DTensor):
         return x.detach()
     elsewhere = x.device_mesh.mesh_dim_names == ELSEWHERE
-    if not elsewhere and all(isinstance(p, Replicate) for p in x.placements) and x.device_mesh.size() == _world():
+    if (
+        not elsewhere
+        and all(isinstance(p, Replicate) for p in x.placements)
+        and x.device_mesh.size() == dist.get_world_size()
+    ):
         return local_tensor(x).detach()
-    if elsewhere and _in_a_step():
-        return local_tensor(x).detach()
-    of = getattr(x, CUT, "")
+    if in_step_or_hook():
+        return local_tensor(x).detach() if elsewhere else _gathered(x)
+    asked = [name, getattr(x, CUT, ""), list(whole_shape(x)), str(x.dtype), elsewhere]
+    digest = int.from_bytes(hashlib.blake2b(repr(asked).encode(), digest_size=7).digest(), "big")
     place = WaitPoint(
         f"{name}() of {_named(x)}, which every rank calls (one rank alone reads inside of `with model.whole(rank=0)`)"
     )
     with waiting(place):
-        try:
-            asked = ranks_of_now("values of parameters").exchanged(
-                [name, of, list(whole_shape(x)), str(x.dtype), elsewhere, _line() or ""]
-            )
-        except CheckpointError as error:  # its words are those of a save; the watchdog knows the reason
-            raise error.__cause__ or error from None
-    first = asked[0]
-    for rank, other in enumerate(asked):
-        if other[:4] != first[:4] and not (elsewhere or other[4] or first[4]):
-            raise SettingError(
-                f"rank 0 reads {_asked_text(first)}, and rank {rank} reads {_asked_text(other)}",
-                legal="the same on every rank; `with model.whole(rank=0)` for one rank alone",
-            )
-    if any(other[4] for other in asked):
+        ranks = ranks_of_now("values of parameters")
+        assert isinstance(ranks, ProcessRanks)
+        ends = torch.tensor([digest, -digest], device="cpu")
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=ranks.group)
+        if int(ends.sum()):
+            _refuse(ranks.exchanged([*asked, _line() or ""]))
+    if elsewhere:
         raise _is_elsewhere(x)
     return _gathered(x)
 
 
-def _asked_text(asked: Sequence[Any]) -> str:
-    name, of, shape, dtype, _, line = asked
-    return f"{name}() of {of or 'a value of parameters'} {dtype.removeprefix('torch.')}{shape}" + (
-        f" ({line})" if line else ""
+def _refuse(asked: Sequence[Any]) -> NoReturn:
+    """Raise the error of ranks that read different values, or of values that some ranks do not have."""
+    if any(elsewhere for *_, elsewhere, _ in asked):
+        raise SettingError(f"{_asked_text(asked[0])}, which one stage of a pipeline has alone, is read", legal=_ON_ALL)
+    rank = next(rank for rank, other in enumerate(asked) if other[:-1] != asked[0][:-1])
+    raise SettingError(
+        f"rank 0 reads {_asked_text(asked[0])}, and rank {rank} reads {_asked_text(asked[rank])}",
+        legal="the same on every rank; `with model.whole(rank=0)` for one rank alone",
     )
 
 
-def _world() -> int:
-    return dist.get_world_size()
+def _asked_text(asked: Sequence[Any]) -> str:
+    name, of, shape, dtype, _, line = asked
+    where = f" ({line})" if line else ""
+    return f"{name}() of {of or 'a value of parameters'} {dtype.removeprefix('torch.')}{shape}{where}"
 
 
-def _in_a_step() -> bool:
-    """True inside of an optimizer's step."""
+def in_step_or_hook() -> bool:
+    """True inside of an optimizer's step, or of a hook of a parameter: in a pipeline the ranks of another stage are not
+    in it at the same time."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
+        code = frame.f_code
+        if code is call_after.__code__ or code is called_before.__code__:
+            return True
+        if code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
@@ -544,12 +561,6 @@ def _changed(function: Any, name: str, target: Any, args: tuple[Any, ...], kwarg
             "parameter would stay as it is",
             source=_line(),
             legal="p[:2] = 0 or p.mul_(mask) with a mask of the parameter's whole shape, under torch.no_grad()",
-        )
-    if name in _REBINDS:
-        raise SettingError(
-            f"{name} of {_named(target)}, of which this rank has a slice",
-            source=_line(),
-            legal="p.data = values of the same shape; parametrizations of the model before AutoParallel",
         )
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
@@ -680,13 +691,9 @@ def _drawn_like(function: Callable[..., Tensor], x: DTensor, args: Any, kwargs: 
     with drawing(x.device, kwargs):
         drawn = function(torch.empty(whole_shape(x), dtype=x.dtype, device=x.device), *args, **kwargs)
     made = SlicedTensor(torch.empty_like(local_tensor(x), dtype=dtype), spec_of(x), requires_grad=False)
-    if made.dtype != x.dtype or _partial(x):
+    if made.dtype != x.dtype or any(isinstance(p, Partial) for p in x.placements):
         return drawn
     if x.device_mesh.mesh_dim_names != ELSEWHERE:
         with torch.no_grad():
             made.copy_(drawn)
     return made
-
-
-def _partial(x: DTensor) -> bool:
-    return any(isinstance(p, Partial) for p in x.placements)

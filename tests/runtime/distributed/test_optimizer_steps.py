@@ -325,6 +325,22 @@ def averages_with_buffers(rank: int, world: int) -> None:
             close(dict(ours.module.net.named_buffers()), dict(theirs.module.named_buffers()))
 
 
+class TrustRatio(optim.Optimizer):
+    """A user's own optimizer, which reads the norms of parameters and gradients."""
+
+    def __init__(self, params: Iterator[nn.Parameter], lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    long, steep = p.norm(), p.grad.norm()
+                    ratio = 1.0 if long == 0 or steep == 0 else (long / steep).item()
+                    p.add_(p.grad, alpha=-group["lr"] * ratio)
+
+
 @scenario
 def stages_of_a_pipeline(rank: int, world: int) -> None:
     """Most parameters are empty on a rank; norms inside of a step are those of one stage's ranks."""
@@ -335,6 +351,7 @@ def stages_of_a_pipeline(rank: int, world: int) -> None:
         rank,
         optimizers=(
             partial(optim.Adafactor, lr=0.01),
+            TrustRatio,
             partial(optim.Rprop, foreach=True),
             partial(optim.ASGD, foreach=True),
             partial(optim.NAdam, foreach=True),

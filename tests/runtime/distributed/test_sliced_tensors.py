@@ -419,6 +419,30 @@ def a_model_is_moved_to_where_it_is(rank: int, world: int) -> None:
 
 
 @scenario
+def values_of_one_stage_are_read_from_the_whole_model(rank: int, world: int) -> None:
+    net = network()
+    one = copy.deepcopy(net)
+    sw.init()
+    sw.set_stage(net[0], 0), sw.set_stage(net[2], 1)
+    model = sw.AutoParallel(net, nn.MSELoss()).dataset_strategy("full_batch").pipeline(stages=2, micro_batches=2)
+    model(X[0], torch.zeros(8, 4, dtype=D)).backward()
+    for read in (lambda: net[0].weight.norm().item(), lambda: net[2].weight.detach().numpy()):
+        with pytest.raises(sw.SettingError, match="which one stage of a pipeline has alone, is read") as caught:
+            read()
+        assert "whole()" in caught.value.legal and "test_sliced_tensors.py:" in str(caught.value)
+    with pytest.raises(sw.SettingError, match="is on the ranks of another stage"):
+        sum(p.square().sum() for p in net.parameters())
+    torch.manual_seed(3)
+    for p in net.parameters():
+        nn.init.normal_(p)
+    torch.manual_seed(3)
+    for p in one.parameters():
+        nn.init.normal_(p)
+    with model.whole() as whole:
+        close(values(whole), values(one))
+
+
+@scenario
 def ranks_that_read_different_values_are_told(rank: int, world: int) -> None:
     net, _, _ = begun()
     with pytest.raises(sw.SettingError, match=r"rank 0 reads item\(\).* and rank 1 reads tolist\(\) of 0\.weight"):
