@@ -82,8 +82,7 @@ P = TypeVar("P")
 
 #: The note of a bound in whose cost graph some uses are left out.
 SOME_SHARED = (
-    "the bound is of the shared redistributions that were tried: where a value has three consumers or more, "
-    "some of which share a redistribution, not all were"
+    "not every redistribution that some consumers of a value may share was tried: the bound is of those that were"
 )
 
 # -- the search

@@ -163,8 +163,8 @@ def test_a_use_that_is_dear_to_serve_is_found(hsdp: OptimizerParallel | None, mo
 
 
 def test_a_search_goes_on_near_its_own_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second search has the plan of the first among the known ones where few uses are tried. There is none
-    where all are tried."""
+    """A second search has the plan of the first among the known ones, where few uses are tried; there is none where all
+    are."""
     search = searched(None)
     known: list[int] = []
     build = Search.cost_graph
