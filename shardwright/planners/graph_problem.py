@@ -47,9 +47,9 @@ __all__ = ["CostGraph", "StorageState", "cost_graph"]
 Table = TypeVar("Table")
 Part = TypeVar("Part", bound=Hashable)
 
-#: Most entries of the tables of all states in which some consumers of a value share a use: 128 MB. With more, few of
-#: the uses are tried.
-MOST_ENTRIES = 2**24
+#: Most entries of the tables of all states in which some consumers of a value share a use: 128 MB, and 16 MB within a
+#: limit of memory, where each state takes longer. With more, few of the uses are tried.
+MOST_ENTRIES, MOST_WITHIN = 2**24, 2**21
 
 
 class StorageState(NamedTuple):
@@ -475,7 +475,7 @@ class _Builder:
                     shared = self._shared_value(value, self._leaves(op, index)[0], asked, ends)
                     entries += shared.pairs * sum(len(self._look_at(consumer)[0]) for consumer, _ in consumers)
                     found.append((shared, op, index, consumers))
-        if entries <= MOST_ENTRIES:
+        if entries <= (MOST_ENTRIES if self.cut is None else MOST_WITHIN):
             return False
         for shared, producer, index, consumers in found:
             shared.limit()
