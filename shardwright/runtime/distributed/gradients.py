@@ -37,9 +37,9 @@ from ...torch_private import (
 from ..optimizer_guard import not_summed
 from .dtensors import SUBCLASSES_HAVE_VIEWS
 from .gradient_edits import NORMS, RANDOM, VIEWS, changes, drawn_like, is_copy, lost, norms, put, unscale
-from .parameter_hooks import call_after, put_within, seen_by_hooks
+from .parameter_hooks import call_after, in_step_or_hook, put_within, seen_by_hooks
 from .rank_positions import waiting
-from .sliced_tensors import ELEMENTWISE, READS, SlicedTensor, in_step_or_hook, locals_of
+from .sliced_tensors import ELEMENTWISE, READS, SlicedTensor, locals_of
 
 __all__ = [
     "Gradient",

@@ -20,6 +20,7 @@ objects in the hooks' functions are exchanged. An example is the loop that steps
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -35,7 +36,16 @@ from ...identity_tables import IdentitySet
 from ...torch_private import gradient_hooks, move_gradient_hooks
 from .requested_gradients import note_leaf
 
-__all__ = ["call_after", "called_before", "carry_over", "leaf_of_slice", "put_within", "seen_by_hooks", "with_rank_dim"]
+__all__ = [
+    "call_after",
+    "called_before",
+    "carry_over",
+    "in_step_or_hook",
+    "leaf_of_slice",
+    "put_within",
+    "seen_by_hooks",
+    "with_rank_dim",
+]
 
 #: The depth to which a hook's function is followed into functions and objects that it refers to.
 _DEPTH = 3
@@ -230,3 +240,39 @@ def with_rank_dim(tensor: Tensor) -> Tensor:
     """The tensor that a program in one process computes on: `tensor` itself, or for the only rank's own slice
     its leaf."""
     return leaf_of_slice(tensor) if is_own(tensor) and stacked(tensor) is None else tensor
+
+
+# -- code that ranks of other stages do not run at the same time
+
+
+def in_step_or_hook() -> bool:
+    """True inside of an optimizer's step, or of a hook of a parameter: in a pipeline the ranks of another stage are not
+    in it at the same time. A closure that a step calls is run by all ranks together."""
+    frame: types.FrameType | None = sys._getframe(1)
+    inner: set[types.CodeType] = set()
+    while frame is not None:
+        code = frame.f_code
+        if code is call_after.__code__ or code is called_before.__code__:
+            return True
+        if code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
+            return _code_of(frame.f_locals.get("closure")) not in inner
+        inner.add(code)
+        frame = frame.f_back
+    return False
+
+
+def _code_of(function: Any) -> types.CodeType | None:
+    """The code of a function that may be bound, decorated, partial or an object."""
+    while True:
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        elif isinstance(function, types.MethodType):
+            function = function.__func__
+        elif isinstance(function, types.FunctionType):
+            return function.__code__
+        elif function is not None and isinstance(type(function).__call__, types.FunctionType):
+            function = type(function).__call__
+        else:
+            return None

@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import sys
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
@@ -44,12 +43,12 @@ from ...partition.padded_dims import true_slice
 from ...torch_private import PARAMETER, DisableTorchFunctionSubclass, local_tensor, pytree, set_local_tensor, spec_of
 from .dtensors import ELSEWHERE, gathered_as, layout_of, padded_slice, with_values
 from .gradient_edits import VIEWS, changes, drawing, is_copy, part_of, put
-from .parameter_hooks import call_after, called_before
+from .parameter_hooks import in_step_or_hook
 from .rank_messages import ProcessRanks, ranks_of_now
 from .rank_positions import WaitPoint, waiting
 from .requested_gradients import reached
 
-__all__ = ["ELEMENTWISE", "READS", "PartCopy", "SlicedTensor", "in_step_or_hook", "locals_of"]
+__all__ = ["ELEMENTWISE", "READS", "PartCopy", "SlicedTensor", "locals_of"]
 
 #: Functions that optimizers apply in place, element by element, to a tensor with other tensors.
 ELEMENTWISE = frozenset(
@@ -530,20 +529,6 @@ def _asked_text(asked: Sequence[Any]) -> str:
     name, of, shape, dtype, _, line = asked
     where = f" ({line})" if line else ""
     return f"{name}() of {of or 'a value of parameters'} {dtype.removeprefix('torch.')}{shape}{where}"
-
-
-def in_step_or_hook() -> bool:
-    """True inside of an optimizer's step, or of a hook of a parameter: in a pipeline the ranks of another stage are not
-    in it at the same time."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code is call_after.__code__ or code is called_before.__code__:
-            return True
-        if code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 # -- changes

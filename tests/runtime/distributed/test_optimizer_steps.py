@@ -16,7 +16,7 @@ import torch
 from fake_accelerator_lines import needs_accelerators_in_python
 from one_device import close
 from paths import SUPPORT
-from pipeline_networks import Chain
+from pipeline_networks import Chain, batches
 from ranks import PATIENCE, run_ranks, run_scenarios
 from small_networks import D, draw
 from test_pipeline_p2p import TWO, check as pipeline_check
@@ -332,13 +332,18 @@ class TrustRatio(optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     long, steep = p.norm(), p.grad.norm()
                     ratio = 1.0 if long == 0 or steep == 0 else (long / steep).item()
                     p.add_(p.grad, alpha=-group["lr"] * ratio)
+        return loss
 
 
 @scenario
@@ -359,6 +364,30 @@ def stages_of_a_pipeline(rank: int, world: int) -> None:
         ),
     )
     refused(lambda: optim.LBFGS(net.parameters()).step(lambda: 0), "LBFGS.step()", "not all ranks have")
+
+
+@scenario
+def a_closure_of_a_pipeline_clips(rank: int, world: int) -> None:
+    """The closure of a step is run by all ranks: its norm is that of all parameters, as Lightning clips."""
+    net = Chain(tied=True)
+    one = copy.deepcopy(net)
+    model = sw.AutoParallel(net, nn.MSELoss()).pipeline(**TWO).dataset_strategy("full_batch")
+
+    def stepped(net: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], optimizer: optim.Optimizer) -> list[Tensor]:
+        norms = []
+
+        def closure(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            made = loss(x, y)
+            made.backward()
+            norms.append(torch.as_tensor(nn.utils.clip_grad_norm_(net.parameters(), 0.1)))
+            return made.detach()
+
+        return [optimizer.step(partial(closure, x, y)) for x, y in batches(3)] + norms
+
+    ours = stepped(net, model, TrustRatio(net.parameters()))
+    theirs = stepped(one, lambda x, y: nn.MSELoss()(one(x), y), TrustRatio(one.parameters()))
+    close(ours, theirs)
 
 
 @pytest.fixture(scope="module")
