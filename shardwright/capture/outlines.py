@@ -88,7 +88,7 @@ class Outline(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares an ordinary method
         cls,
         func: Target,
         types: Iterable[type],

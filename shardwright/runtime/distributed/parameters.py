@@ -124,8 +124,8 @@ class ShardedState:
                 return whole.to(device)
             placements[old] = places(name, whole)
             made = successors[old] = nn.Parameter(cut(old, whole), requires_grad=old.requires_grad)
-            if SUBCLASSES_HAVE_VIEWS:
-                made.__class__ = SlicedTensor  # type: ignore[assignment]
+            if SUBCLASSES_HAVE_VIEWS:  # nn.Parameter(...) of a DTensor is of DTensor's own class
+                made.__class__ = SlicedTensor  # type: ignore[assignment]  # has the same slots
             olds.append(old)
             setattr(made, CUT, name)
             if placements[old] is None:

@@ -98,7 +98,8 @@ _DRAWN = frozenset(
 #: Attribute of a parameter: references to the tensors that share its memory.
 _ALIASES = "_shardwright_aliases"
 
-#: Errors of DTensor's where it has no way to compute a function on slices.
+#: Errors of DTensor's where it has no way to compute a function on slices. It raises them before it computes, so the
+#: function is then computed of the whole; what is wrong for the whole too raises there, in torch's own words.
 _FAILURES = (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError, IndexError, KeyError)
 
 _ON_ALL = "`with model.whole() as net:`, which has whole parameters on every rank"
@@ -198,7 +199,7 @@ class SlicedTensor(DTensor):
             setattr(made, PARAMETER, True)
         return made.__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch asks so
         """The number of a tensor without dims; this rank's slice of any other. A slice is printed without the other
         ranks, so that one rank may print, and so may a debugger."""
         if not self.dim():
