@@ -44,10 +44,18 @@ SLOW = (
     + """
 
 import time
+from pathlib import Path
 from shardwright.launch import progress
 from shardwright.planners import dynamic_programming
 progress.FIRST = progress.RENEWED = 0.01
-dynamic_programming.solve = lambda problem: time.sleep(120)
+
+
+def solve(problem):
+    Path("searching").touch()
+    time.sleep(120)
+
+
+dynamic_programming.solve = solve
 """
 )
 
@@ -250,7 +258,10 @@ def test_on_a_terminal(inside: Path) -> None:
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
         os.close(theirs)
         out = b""
-        while b"search" not in out and process.poll() is None:
+        while not (inside / "searching").exists() and process.poll() is None:  # earlier phases lie in a search too
+            out += os.read(ours, 65536)
+        shown_before = len(out)
+        while b"search" not in out[shown_before:] and process.poll() is None:
             out += os.read(ours, 65536)
         process.send_signal(signal.SIGINT)
         try:
