@@ -61,8 +61,27 @@ def completion(arguments: argparse.Namespace) -> int:
         error = ImportError(f"shtab {shtab.__version__} knows {known}: a newer shtab may know {arguments.shell}")
         return failed("completion", error, 1)
     _with_modes(arguments.root)
-    print(shtab.complete(arguments.root, arguments.shell), flush=True)
+    if arguments.shell == "zsh":
+        _escape_colons(arguments.root)
+    script = shtab.complete(arguments.root, arguments.shell)
+    for before, after in ZSH_PATTERNS if arguments.shell == "zsh" else ():
+        script = script.replace(before, after)
+    print(script, flush=True)
     return 0
+
+
+#: What shtab writes of several arguments -> what ``_arguments`` of zsh takes. ``(*):`` is one argument, ``*:`` are
+#: several. ``(-)*::`` ends the options; `plan` and `verify` take theirs behind a script, too.
+ZSH_PATTERNS = (('"(*):', '"*:'), ('"(-)*::the script', '"*:the script'))
+
+
+def _escape_colons(parser: Parser) -> None:
+    """Escape the colons of ``STAGES[:MICRO]``, which would end the name of the value in a script for zsh."""
+    for argument in parser.arguments:
+        if isinstance(argument.metavar, str):
+            argument.metavar = argument.metavar.replace(":", "\\:")
+    for command in parser.commands.values():
+        _escape_colons(command)
 
 
 def _with_modes(parser: Parser) -> None:

@@ -78,7 +78,9 @@ def add_run_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParse
     )
     parser.add_argument("script", completes="file", help="the Python file to run")
     # Everything after the script belongs to the script, options as well.
-    rest = parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments, untouched")
+    rest = parser.add_argument(
+        "script_args", nargs=argparse.REMAINDER, metavar="...", completes="file", help="its arguments, untouched"
+    )
     rest.required = False  # otherwise argparse names it beside a missing script, though it may be empty
     parser.set_defaults(func=run, parser=parser)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import pty
 import re
 import shlex
 import shutil
@@ -162,56 +165,100 @@ def test_a_misspelt_command(capsys: pytest.CaptureFixture) -> None:
 # -- completion --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The script for bash."""
-    pytest.importorskip("shtab")
-    path = tmp_path_factory.mktemp("completion") / "shardwright.bash"
-    done = subprocess.run(
-        [sys.executable, "-m", "shardwright", "completion", "bash"], capture_output=True, text=True, check=True
-    )
-    path.write_text(done.stdout)
-    return path
+#: The words of a line whose last one is completed, and what it may become. The folder is that of the examples.
+COMPLETED = [
+    (["pl"], ("plan",)),
+    (["checkpoint", "tr"], ("transform",)),
+    (["explain", "pl"], ("plan.json",)),
+    (["plan", "trai"], ("train.py",)),
+    (["plan", "--cluster", "trai"], ("train.py",)),
+    (["plan", "--pipeline", "2:4", "trai"], ("train.py",)),
+    (["plan", "diff", "plan.json", "edi"], ("edited.json",)),
+    (["report", "plan.json", "edi"], ("edited.json",)),
+    (["run", "train.py", "edi"], ("edited.json",)),
+    (["compare-trace", "plan.json", "trac"], ("trace.json",)),
+    (["plan", "train.py", "--comm"], ("--comm-memory",)),
+    (["verify", "train.py", "--step"], ("--steps",)),
+    (["plan", "--hsdp", "level"], ("level1", "level2", "level3")),
+    (["plan", "--mode", "dyn"], ("dynamic_programming",)),
+    (["checkpoint", "info", "ru"], ("runs",)),
+    (["completion", ""], ("bash", "zsh", "fish")),
+]
+
+#: The widget prints the words that zsh would add, and ends the shell: `compadd` adds a word, unless it fills an array.
+ZSH = """
+fpath=($PWD $fpath); autoload -Uz compinit; compinit -D -u; cd {folder}; typeset -ga added
+compadd () {{
+  local word
+  for word in "$@"; do case $word in -|--) break ;; -[OAD]*) builtin compadd "$@"; return ;; esac; done
+  local -a some; builtin compadd -O some "$@"; added+=($some)
+}}
+finish () {{ _main_complete; print -rl -- $added > {found}; exit }}
+zle -C finish complete-word finish; bindkey '^I' finish
+"""
 
 
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        (["pl"], ("plan",)),
-        (["checkpoint", "tr"], ("transform",)),
-        (["explain", "pl"], ("plan.json",)),
-        (["plan", "trai"], ("train.py",)),
-        (["plan", "--cluster", "trai"], ("train.py",)),
-        (["compare-trace", "plan.json", "trac"], ("trace.json",)),
-        (["plan", "train.py", "--comm"], ("--comm-memory",)),
-        (["plan", "--hsdp", "level"], ("level1", "level2", "level3")),
-        (["plan", "--mode", "dyn"], ("dynamic_programming",)),
-        (["checkpoint", "info", "ru"], ("runs",)),
-        (["completion", ""], ("bash", "zsh", "fish")),
-    ],
-    ids=" ".join,
-)
-def test_bash_completes(words: list[str], found: tuple[str, ...], script: Path, folder: Path) -> None:
-    """The last word, as bash itself does it: the script's function, called with the words of the line."""
-    bash = shutil.which("bash")
-    assert bash is not None
+def bash_completes(words: list[str], script: Path, folder: Path) -> str:
+    """The function of the script, called with the words of the line, as bash calls it."""
     line = f"""source {script}
         function=$(complete -p shardwright | sed 's/.*-F \\([^ ]*\\) .*/\\1/')
         COMP_WORDS=(shardwright {shlex.join(words)}); COMP_CWORD={len(words)}
         $function; printf '%s\\n' "${{COMPREPLY[@]}}" """
-    done = subprocess.run([bash, "-c", line], cwd=folder, capture_output=True, text=True, check=True)
-    assert {word.rstrip("/ ") for word in done.stdout.split()} == set(found), done.stderr
+    return subprocess.run(["bash", "-c", line], cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize(("shell", "begins"), [("zsh", "#compdef shardwright"), ("fish", "complete -c shardwright")])
-def test_other_shells(shell: str, begins: str, capsys: pytest.CaptureFixture) -> None:
-    """Their scripts complete commands and paths; the shells themselves may not be installed."""
-    shtab = pytest.importorskip("shtab")
+def zsh_completes(words: list[str], script: Path, folder: Path) -> str:
+    """The line and a tab, typed into a zsh on a terminal, which has the script's folder in its ``fpath``."""
+    found = script.parent / "found"
+    found.unlink(missing_ok=True)
+    (script.parent / "setup").write_text(ZSH.format(folder=shlex.quote(str(folder)), found=shlex.quote(str(found))))
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(script.parent)
+        os.execvpe("zsh", ["zsh", "-f", "-i"], {**os.environ, "TERM": "dumb"})
+    os.write(terminal, f"source ./setup\nshardwright {' '.join(words)}\t".encode())
+    with contextlib.suppress(OSError):  # the end of the shell
+        while os.read(terminal, 4096):
+            pass
+    os.close(terminal)
+    os.waitpid(child, 0)
+    return found.read_text()
+
+
+def fish_completes(words: list[str], script: Path, folder: Path) -> str:
+    """The first column of what fish lists; the second is the word's help."""
+    line = f"source {script}; complete -C {shlex.quote('shardwright ' + ' '.join(words))}"
+    home = {**os.environ, "HOME": str(script.parent), "XDG_CONFIG_HOME": str(script.parent)}
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", line], cwd=folder, env=home, capture_output=True, text=True, check=True
+    )
+    return "\n".join(row.split("\t")[0] for row in done.stdout.splitlines())
+
+
+SHELLS = {"bash": bash_completes, "zsh": zsh_completes, "fish": fish_completes}
+
+
+@pytest.fixture(scope="module", params=SHELLS)
+def script(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script for a shell, in a folder of its own, under the name by which zsh finds it."""
+    shtab, shell = pytest.importorskip("shtab"), request.param
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell} here")
     if shell not in shtab.SUPPORTED_SHELLS:
         pytest.skip(f"shtab {shtab.__version__} is from before {shell}")
-    assert main.main(["completion", shell]) == 0
-    out = capsys.readouterr().out
-    assert begins in out and "explain" in out and shtab.FILE[shell].split()[0].strip("()") in out
+    path = tmp_path_factory.mktemp(shell) / "_shardwright"
+    command = [sys.executable, "-m", "shardwright", "completion", shell]
+    path.write_text(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return path
+
+
+@pytest.mark.parametrize(("words", "found"), COMPLETED, ids=[" ".join(words) for words, _ in COMPLETED])
+def test_a_shell_completes(
+    words: list[str], found: tuple[str, ...], script: Path, folder: Path, request: pytest.FixtureRequest
+) -> None:
+    """The last word, as the shell itself completes it."""
+    completes = SHELLS[request.node.callspec.params["script"]]
+    assert {word.rstrip("/ ") for word in completes(words, script, folder).split()} == set(found)
 
 
 def test_completion_needs_shtab(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
