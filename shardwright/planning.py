@@ -523,7 +523,7 @@ def plan(
     *,
     parallel_mode: ParallelMode = "semi_auto",
     devices: int = 8,
-    dataset_strategy: DatasetStrategy = "full_batch",
+    dataset_strategy: DatasetStrategy | None = None,
     on_missing_rule: MissingRule = "error",
     marks: Mapping[str, tuple[object, ...]] | None = None,
     kwargs: dict[str, object] | None = None,
@@ -551,8 +551,9 @@ def plan(
         parallel_mode: "stand_alone", "data_parallel", "semi_auto", "sharding_propagation", "recursive_programming",
             "dynamic_programming" or "hybrid_parallel"; `AutoParallel` says what each does.
         devices: the number of devices.
-        dataset_strategy: what each rank is fed, as `AutoParallel.dataset_strategy` takes it. The default here is
-            "full_batch": `inputs` are the whole batch, of any size. That of `AutoParallel` is "data_parallel".
+        dataset_strategy: what each rank is fed, as `AutoParallel.dataset_strategy` takes it. None (default): the batch
+            as the call is handed it. A plan for all devices at once is handed the whole batch ("full_batch"), the
+            training step of a process is handed the process's own part ("data_parallel").
         on_missing_rule: "error", or "replicate": operators without a rule run whole, with a note in the plan.
         marks: in_strategies by the name of the operator (as in `Plan.operators`), with priority over the model's own.
         kwargs: keyword inputs of the model.
@@ -632,7 +633,7 @@ def plan(
     kwargs = kwargs or {}
     if parallel_mode == "hybrid_parallel":
         own = OwnPrograms(own_parameters(net), loss_fn is not None)
-        inputs, kwargs = local_inputs(tuple(inputs), kwargs, devices, dataset_strategy)
+        inputs, kwargs = local_inputs(tuple(inputs), kwargs, devices, settings.dataset_strategy)
     splits, policy = is_split(tuple(inputs), kwargs), settings.mixed_precision
 
     def captured(count: int | None) -> tuple[Graph, Graph | None]:

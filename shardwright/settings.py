@@ -61,6 +61,7 @@ __all__ = [
     "RecomputePolicy",
     "Schedule",
     "Settings",
+    "decided_feeding",
 ]
 
 # -- the types
@@ -177,7 +178,7 @@ class PlanKeywords(TypedDict, total=False):
 
     parallel_mode: ParallelMode
     devices: int
-    dataset_strategy: DatasetStrategy
+    dataset_strategy: DatasetStrategy | None
     on_missing_rule: MissingRule
     marks: Mapping[str, tuple[object, ...]] | None
     kwargs: dict[str, object] | None
@@ -197,6 +198,22 @@ class PlanKeywords(TypedDict, total=False):
 
 
 # -- the value
+
+
+def decided_feeding(dataset_strategy: DatasetStrategy | None, *, training_step: bool) -> DatasetStrategy:
+    """The dataset_strategy of a call, where None is the batch as the call is handed it.
+
+    Args:
+        dataset_strategy: the value that a user gives, or None.
+        training_step: True for the training step of a process, which is handed the process's own part of the batch.
+            False for a plan for all devices at once, which is handed the whole batch.
+
+    Returns:
+        The value that the user gives, else "data_parallel" for a training step and "full_batch" for a plan.
+    """
+    if dataset_strategy is not None:
+        return dataset_strategy
+    return "data_parallel" if training_step else "full_batch"
 
 
 _SEARCHES = '"sharding_propagation", "recursive_programming" or "dynamic_programming"'
@@ -249,7 +266,10 @@ class Settings:
 
     Attributes:
         parallel_mode: one of `planners.planning_problem.modes`.
-        dataset_strategy: "full_batch", "data_parallel", or a tuple with one entry per tensor input.
+        dataset_strategy: "full_batch", "data_parallel", or a tuple with one entry per tensor input. None (default): the
+            batch as the call is handed it. A plan for all devices at once is handed the whole batch ("full_batch"), the
+            training step of a process is handed the process's own part ("data_parallel"). Settings hold the decided
+            value, that of a plan for all devices where none is given (`decided_feeding`).
         on_missing_rule: "error", or "replicate": operators without a rule run whole, with a note in the plan.
         sync_batch_norm: in data_parallel, batch norms train by the statistics of the whole batch, as in the other
             modes, instead of each device's own.
@@ -281,7 +301,7 @@ class Settings:
     """
 
     parallel_mode: str = "semi_auto"
-    dataset_strategy: Any = "full_batch"
+    dataset_strategy: Any = None
     on_missing_rule: str = "error"
     sync_batch_norm: bool = False
     hsdp: OptimizerParallel | None = None
@@ -325,6 +345,7 @@ class Settings:
         )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dataset_strategy", decided_feeding(self.dataset_strategy, training_step=False))
         if self.parallel_mode not in modes():
             raise SettingError(
                 f"unknown parallel_mode {self.parallel_mode!r}",

@@ -410,7 +410,7 @@ def planned(**settings) -> sw.Plan:
         (lambda: sw.AutoParallel(Marked()).dataset_strategy("full"), "unknown dataset_strategy 'full'", "full_batch"),
         (lambda: planned(dataset_strategy="full"), "unknown dataset_strategy 'full'", "full_batch"),
         (lambda: planned(dataset_strategy=8), "unknown dataset_strategy 8", "full_batch"),
-        (lambda: planned(dataset_strategy=None), "unknown dataset_strategy None", "full_batch"),
+        (lambda: planned(dataset_strategy=True), "unknown dataset_strategy True", "full_batch"),
         (lambda: planned(dataset_strategy=L("dp", "None")), "unknown dataset_strategy Layout", "one entry per tensor"),
         (
             lambda: planned(dataset_strategy=((8, 1), (8,))),

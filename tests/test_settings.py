@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -18,7 +19,7 @@ from shardwright.partition.parameter_sharding import OptimizerParallel
 from shardwright.pipeline.schedules import SCHEDULES
 from shardwright.planners.planning_problem import modes
 from shardwright.runtime.compilation import Compilation
-from shardwright.settings import Settings
+from shardwright.settings import Settings, decided_feeding
 
 SETTINGS = {field.name: field.default for field in fields(Settings)}
 #: Settings that `AutoParallel` takes by a method.
@@ -47,6 +48,51 @@ def test_verify_takes_settings_with_their_defaults() -> None:
     mine = set(given) & set(SETTINGS) - {"optimizer"}  # there it is the optimizer that trains
     assert {"parallel_mode", "memory", "pipeline"} <= mine
     assert {name: given[name] for name in mine} == {name: SETTINGS[name] for name in mine}
+
+
+#: The rule of the default, in the words of every place that has it; pages may break the line elsewhere.
+FEEDING = (
+    'the batch as the call is handed it. A plan for all devices at once is handed the whole batch ("full_batch"), the '
+    'training step of a process is handed the process\'s own part ("data_parallel").'
+)
+
+
+@pytest.mark.parametrize("place", [sw.plan, sw.verify, sw.AutoParallel.dataset_strategy, Settings])
+def test_the_feeding_of_inputs_has_one_default(place: Any) -> None:
+    default = defaults(place)["strategy" if place is sw.AutoParallel.dataset_strategy else "dataset_strategy"]
+    assert default is None
+    assert f"None (default): {FEEDING}" in " ".join((place.__doc__ or "").split())
+
+
+@pytest.mark.parametrize("page", ["learn/many-hosts.md", "design/semantics.md"])
+def test_pages_have_the_rule_of_the_default(page: str) -> None:
+    text = " ".join((Path(__file__).parents[1] / "docs" / page).read_text(encoding="utf-8").split())
+    assert f"The default is `None`: {FEEDING}" in text
+
+
+def test_a_plan_is_handed_the_whole_batch_and_a_training_step_its_part() -> None:
+    net, x, y = nn.Linear(4, 4), torch.ones(8, 4), torch.ones(8, 4)
+    assert [decided_feeding(None, training_step=step) for step in (False, True)] == ["full_batch", "data_parallel"]
+    assert decided_feeding(((2, 1),), training_step=True) == ((2, 1),)
+    plans = [
+        sw.plan(net, (x,), nn.MSELoss(), y, devices=2, dataset_strategy=strategy)
+        for strategy in (None, "full_batch", "data_parallel")
+    ]
+    assert plans[0].fingerprint == plans[1].fingerprint != plans[2].fingerprint
+    stepped = sw.AutoParallel(net, nn.MSELoss())
+    assert (Settings().dataset_strategy, stepped.settings.dataset_strategy) == ("full_batch", "data_parallel")
+    assert stepped.dataset_strategy("full_batch").dataset_strategy().settings.dataset_strategy == "data_parallel"
+    assert "dataset_strategy='data_parallel'" in repr(stepped.settings)
+    part = sw.data_shard(stepped)
+    assert (part.index, part.count) == (0, 1)
+
+
+def test_a_verification_is_handed_the_whole_batch() -> None:
+    """A batch of 3, which 2 devices do not divide, can be the whole batch alone."""
+    net, x, y = nn.Linear(4, 4), torch.ones(3, 4), torch.ones(3, 4)
+    assert sw.verify(net, (x,), y, loss_fn=nn.MSELoss(), devices=2, steps=1).ok
+    with pytest.raises(sw.SettingError, match="has size 3, which 2 devices do not divide"):
+        sw.verify(net, (x,), y, loss_fn=nn.MSELoss(), devices=2, steps=1, dataset_strategy="data_parallel")
 
 
 def test_a_model_has_the_settings_that_were_given(tmp_path) -> None:

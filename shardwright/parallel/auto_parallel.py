@@ -55,6 +55,7 @@ from ..settings import (
     RandomNumbers,
     RecomputePolicy,
     Settings,
+    decided_feeding,
 )
 from ..sharded_plan import Plan
 from ..solver.search_memory import SearchProgress
@@ -211,7 +212,7 @@ class AutoParallel(ProgramCache, nn.Module):
             )
         self._settings = Settings.of(
             parallel_mode=parallel_mode,
-            dataset_strategy="data_parallel",
+            dataset_strategy=decided_feeding(None, training_step=True),
             on_missing_rule=on_missing_rule,
             sync_batch_norm=bool(sync_batch_norm),
             recompute=recompute,

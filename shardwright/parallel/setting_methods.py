@@ -38,6 +38,7 @@ from ..settings import (
     OptimizerLevel,
     Schedule,
     Settings,
+    decided_feeding,
 )
 from ..sharded_plan import Plan
 from ..torch_private import gradient_hooks, pytree
@@ -197,17 +198,19 @@ class SettingMethods(_Module):
     _wrapper: tuple[str, object] | None = None
 
     @known_keywords({"full_batch": '"full_batch" itself, or "data_parallel" for full_batch=False'})
-    def dataset_strategy(self, strategy: DatasetStrategy) -> Self:
+    def dataset_strategy(self, strategy: DatasetStrategy | None = None) -> Self:
         """Set the way in which the batch is fed.
 
         Args:
-            strategy: "data_parallel" (default): each process feeds its own part, and the whole batch is their
-                concatenation in the order of the ranks. "full_batch": every process feeds the same whole batch. A
-                tuple with one entry per tensor input, a tuple of cuts or a `Layout`: each process feeds the slice of
-                its rank. In the local runtime the one process feeds the whole batch in every case.
+            strategy: "data_parallel": each process feeds its own part, and the whole batch is their concatenation in
+                the order of the ranks. "full_batch": every process feeds the same whole batch. A tuple with one entry
+                per tensor input, a tuple of cuts or a `Layout`: each process feeds the slice of its rank. In the local
+                runtime the one process feeds the whole batch in every case. None (default): the batch as the call is
+                handed it. A plan for all devices at once is handed the whole batch ("full_batch"), the training step
+                of a process is handed the process's own part ("data_parallel").
 
-        The default is what a training loop with a sampler per process does, as under DistributedDataParallel. The
-        default of `shardwright.plan` and `verify`, which no process feeds, is "full_batch".
+        A model's calls are training steps: its processes read different rows, as under DistributedDataParallel.
+        `shardwright.plan` and `shardwright.verify` plan for all devices at once.
 
         Raises:
             SettingError: after the first call, or an unknown word.
@@ -221,7 +224,7 @@ class SettingMethods(_Module):
                     {"full": '"full_batch"', "fullbatch": '"full_batch"', "dp": '"data_parallel"'},
                 ),
             )
-        self._plan_with("dataset_strategy", dataset_strategy=strategy)
+        self._plan_with("dataset_strategy", dataset_strategy=decided_feeding(strategy, training_step=True))
         return self
 
     def enable_gradients_mean(self, enabled: bool = True) -> Self:

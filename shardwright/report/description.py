@@ -325,13 +325,13 @@ def inputs_line(plan: Plan | PipelinePlan) -> str:
     strategy = _feeding(plan)
     if strategy == "data_parallel":
         return (
-            'inputs: each rank is fed its own part of the batch (dataset_strategy="data_parallel", the default of '
-            'AutoParallel; that of shardwright.plan is "full_batch")'
+            'inputs: each rank is fed its own part of the batch (dataset_strategy="data_parallel", the default of a '
+            "training step)"
         )
     if strategy == "full_batch":
         return (
-            'inputs: every rank is fed the whole batch (dataset_strategy="full_batch", the default of '
-            'shardwright.plan; that of AutoParallel is "data_parallel")'
+            'inputs: every rank is fed the whole batch (dataset_strategy="full_batch", the default of a plan for '
+            "all devices)"
         )
     return f"inputs: each rank is fed the slices of dataset_strategy={strategy}"
 

@@ -45,6 +45,7 @@ from ..settings import (
     ParallelMode,
     PipelineSetting,
     PrecisionSetting,
+    decided_feeding,
 )
 from ..sharded_plan import Plan
 from ..torch_private import pytree
@@ -81,7 +82,7 @@ def verify(
     devices: int = 8,
     parallel_mode: ParallelMode = "semi_auto",
     steps: int = 3,
-    dataset_strategy: DatasetStrategy = "full_batch",
+    dataset_strategy: DatasetStrategy | None = None,
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32),
     tolerances: Mapping[torch.dtype, float] | None = None,
@@ -107,9 +108,12 @@ def verify(
         targets, loss_fn: the loss, called as ``loss_fn(net(*inputs), targets)``. Without one the backward starts from
             the sum, over the floating outputs, of the mean of their squares, and `max_loss_difference` is that of the
             outputs themselves.
-        devices, parallel_mode, dataset_strategy, on_missing_rule, uneven, cluster, memory: as for `shardwright.plan`.
-            Batch norms train by the whole batch's statistics in every mode: the statistics of each device's part
-            define another function.
+        devices, parallel_mode, on_missing_rule, uneven, cluster, memory: as for `shardwright.plan`. Batch norms train
+            by the whole batch's statistics in every mode: the statistics of each device's part define another
+            function.
+        dataset_strategy: as for `shardwright.plan`. None (default): the batch as the call is handed it. A plan for all
+            devices at once is handed the whole batch ("full_batch"), the training step of a process is handed the
+            process's own part ("data_parallel").
         steps: the number of optimizer steps.
         optimizer: ``parameters -> optimizer``; None: SGD with a learning rate of 0.01. An optimizer that divides by
             the size of the gradient, as Adam does, turns the rounding of a gradient that should be zero into a whole
@@ -163,7 +167,7 @@ def verify(
             runtime=runtime,
             mixed_precision=policy,
         )
-        wrapped.dataset_strategy(dataset_strategy)
+        wrapped.dataset_strategy(decided_feeding(dataset_strategy, training_step=False))
         return wrapped if pipeline is None else wrapped.pipeline(**pipeline)
 
     return _Verification(

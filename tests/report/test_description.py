@@ -375,9 +375,9 @@ def test_the_cluster_that_was_assumed() -> None:
 
 
 def test_how_inputs_are_fed() -> None:
-    assert 'dataset_strategy="full_batch", the default of shardwright.plan' in inputs_line(tower({}))
+    assert 'dataset_strategy="full_batch", the default of a plan for all devices' in inputs_line(tower({}))
     own = inputs_line(tower({}, dataset_strategy="data_parallel"))
-    assert 'dataset_strategy="data_parallel", the default of AutoParallel' in own
+    assert 'dataset_strategy="data_parallel", the default of a training step' in own
     tuples = inputs_line(tower({}, dataset_strategy=((2, 1, 1), (2, 1, 1))))
     assert tuples.startswith("inputs: each rank is fed the slices of dataset_strategy=") and "2, 1, 1" in tuples
 
