@@ -245,28 +245,6 @@ def test_pictures_are_those_of_the_program(monkeypatch: pytest.MonkeyPatch) -> N
     )
 
 
-#: A figure with a unit, and paragraphs that name the script that measures theirs.
-FIGURE = re.compile(r"(?<![\w.])([\d,]*\d(?:\.\d+)?) (?:s|ms|us|seconds|minutes?|MB|GB|%|times|damages|kinds)\b")
-
-
-def unmeasured(text: str, kept: str) -> list[str]:
-    """The figures of paragraphs that name a script of benchmarks/ and do not stand where figures are kept."""
-    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    measured = [part for part in prose.split("\n\n") if "benchmarks/" in part and "--seconds" not in part]
-    numbers = [number for part in measured for number in FIGURE.findall(part.replace("\n", " "))]
-    return [number for number in numbers if not re.search(rf"(?<![\d.]){re.escape(number)}(?![\d])", kept)]
-
-
-def test_figures_of_pages_are_measured() -> None:
-    """Each stands where the scripts' figures are kept, as those of the README do."""
-    kept = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
-    pages = [page for folder in ("learn", "how-to", "understand") for page in sorted((DOCS / folder).glob("*.md"))]
-    texts = {named(page): page.read_text(encoding="utf-8") for page in pages}
-    assert sum(bool(FIGURE.search(text)) and "benchmarks/" in text for text in texts.values()) > 1
-    assert {name: found for name, text in texts.items() if (found := unmeasured(text, kept))} == {}
-    assert unmeasured("It takes 17 s (`benchmarks/a.py`), or 13 s.", "13 s") == ["17"]
-
-
 def test_pictures_of_reports_show_the_page_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
     """The digest of each page is that of its picture; another torch may plan otherwise."""
     monkeypatch.setattr(sys, "path", [str(DOCS), *sys.path])
@@ -278,23 +256,6 @@ def test_pictures_of_reports_show_the_page_of_today(monkeypatch: pytest.MonkeyPa
         assert known["pages"] == pictures.digests(shown), "python docs/pictures.py --report"
     changed = {name: each._replace(text=f"{each.text} ") for name, each in shown.items()}
     assert not set(pictures.digests(changed).values()) & set(pictures.digests(shown).values())
-
-
-def test_figures_of_the_readme_are_measured() -> None:
-    """Each number in the column "measured", below it, and the number of models, is among the scripts' figures."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    models = (DOCS / "models.md").read_text(encoding="utf-8")
-    kept = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8") + models
-    table = readme.split("## Why not ...")[1].split("\n## ")[0]
-    rows = [line.split("|")[-2] for line in table.splitlines() if line.startswith("| ")][1:]
-    numbers = [number.rstrip(".,") for row in rows for number in re.findall(r"\d[\d.,]*", row)]
-    assert len(rows) == 6 and len(numbers) > 10
-    cannot = readme.split("## What it cannot do")[1].split("\n## ")[0]
-    numbers += (found := FIGURE.findall(cannot))
-    assert found == ["84"], "the microseconds of a check at each call"
-    assert [number for number in numbers if not re.search(rf"(?<![\d.]){re.escape(number)}(?![\d])", kept)] == []
-    equal, all_ = re.search(r"(\d+) of (\d+) models are equal", models).groups()
-    assert equal == all_ and f"{all_} models of transformers" in readme
 
 
 def test_optimizers_of_the_readme_and_the_examples_are_fused() -> None:
