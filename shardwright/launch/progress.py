@@ -12,6 +12,8 @@ The phases of a thread are a stack, which a `Display` shows. A phase only counts
 is due looks at the innermost one. It runs only where there is something to show it on, and rank 0 alone shows.
 
 Ctrl-C is an exception that passes all phases on its way: the first notes where it was, the last says so.
+
+The seconds of steps have one form in progress, tables, pages and messages (`time_text`).
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from .environment import TOKEN, find
 __all__ = [
     "EVERY",
     "FIRST",
+    "ROUNDING",
     "Display",
     "Work",
     "commanded",
@@ -48,6 +51,7 @@ __all__ = [
     "phase",
     "quiet",
     "showing",
+    "time_text",
 ]
 
 FIRST = 2.0  # seconds of work before a terminal shows it
@@ -492,3 +496,20 @@ def _is_first() -> bool:
     except (SettingError, OSError):  # an environment that `init` refuses
         return True
     return place is None or place.rank == 0
+
+
+#: Seconds below which a sum, or a difference of two, is rounding alone.
+ROUNDING = 1e-12
+
+
+def time_text(seconds: float, digits: int = 3) -> str:
+    """Seconds: ``1.23 ms``, in s, ms, us or ns; rounding alone is ``0 us``.
+
+    Args:
+        digits: how many are shown.
+    """
+    rounded = 1 - 0.5 * 10.0**-digits  # 999.6 us have three digits as 1 ms, not as 1e+03 us
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9)):
+        if abs(seconds) >= factor * rounded:
+            return f"{seconds / factor:.{digits}g} {unit}" if abs(seconds) < 999.5 else f"{seconds:.0f} s"
+    return "0 us" if abs(seconds) < ROUNDING else f"{seconds / 1e-9:.{digits}g} ns"

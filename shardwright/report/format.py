@@ -2,7 +2,8 @@
 
 1. Dumps: the header, the lines of stored and fed values, operators, types, layouts, results (`header` to
    `results_lines`).
-2. Units, in dumps and tables alike: bytes (`size_text`, ``392 KiB``) and seconds (`time_text`, ``1.23 ms``).
+2. Units, in dumps and tables alike: bytes (`size_text`, ``392 KiB``) and seconds (`time_text`, ``1.23 ms``, which is
+   that of `launch.progress`, since searches show theirs).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ..cluster import Level
 from ..cost.communication_schedule import ScheduledMessage, block_of
 from ..errors import PlanError
 from ..graph import Value, short_dtype
+from ..launch.progress import ROUNDING, time_text
 from ..layout import Layout
 from ..partition.local_program import LocalOp, PlacedValue, Ref
 from ..partition.padded_dims import true_slice
@@ -225,23 +227,6 @@ def count_text(count: int) -> str:
         if count >= factor:
             return f"{count / factor:.3g} {word}"
     return f"{count:,}"
-
-
-#: Seconds below which a sum, or a difference of two, is rounding alone.
-ROUNDING = 1e-12
-
-
-def time_text(seconds: float, digits: int = 3) -> str:
-    """Seconds: ``1.23 ms``, in s, ms, us or ns; rounding alone is ``0 us``.
-
-    Args:
-        digits: how many are shown.
-    """
-    rounded = 1 - 0.5 * 10.0**-digits  # 999.6 us have three digits as 1 ms, not as 1e+03 us
-    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9)):
-        if abs(seconds) >= factor * rounded:
-            return f"{seconds / factor:.{digits}g} {unit}" if abs(seconds) < 999.5 else f"{seconds:.0f} s"
-    return "0 us" if abs(seconds) < ROUNDING else f"{seconds / 1e-9:.{digits}g} ns"
 
 
 #: Relative difference up to which a plan's cost and its price by the search are the same, but for rounding.

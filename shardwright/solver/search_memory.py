@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple
 
-from ..launch.progress import Work
+from ..launch.progress import Work, time_text
 
 __all__ = ["LEAST", "OutOfBudgetError", "SearchBudget", "SearchProgress", "current", "free_memory", "spending"]
 
@@ -29,6 +29,7 @@ LEAST = 256e6  # least budget in bytes: memory between two strategies takes some
 SMALL = 2**20  # bytes up to which `ask` always grants
 SILENT = 2.0  # seconds before a function that asked for news of a search is called first
 EVERY = 3.0  # seconds between two calls
+DIGITS = 4  # of the seconds of a step, which a bound often shares to the third
 
 
 class OutOfBudgetError(Exception):
@@ -56,8 +57,8 @@ class SearchProgress(NamedTuple):
     grown: float
 
     def __str__(self) -> str:
-        best = "" if self.best is None else f", best {self.best:.6g} s a step"
-        bound = "" if self.bound is None else f", bound {self.bound:.6g} s"
+        best = "" if self.best is None else f", best {time_text(self.best, DIGITS)} a step"
+        bound = "" if self.bound is None else f", bound {time_text(self.bound, DIGITS)}"
         gap = "" if not (self.best and self.bound) else f", gap {max(0.0, 1 - self.bound / self.best):.2%}"
         phase = f": {self.phase}" if self.phase else ""
         return f"search{phase}{best}{bound}{gap}; {self.grown / 1e6:.0f} MB"

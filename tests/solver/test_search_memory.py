@@ -22,6 +22,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.errors import SettingError
+from shardwright.launch.progress import time_text
 from shardwright.solver import cutting_planes
 from shardwright.solver.cutting_planes import priced_search
 from shardwright.solver.elimination import Facts, Tables
@@ -441,9 +442,8 @@ def test_a_long_search_says_how_far_it_is(monkeypatch):
     assert any(line.phase == "prices of memory" and line.bound is not None for line in message)
     assert [line.seconds for line in message] == sorted(line.seconds for line in message)
     reported = next(line for line in message if line.best is not None and line.bound is not None)
-    assert str(reported).startswith(
-        f"search: {reported.phase}, best {reported.best:.6g} s a step, bound {reported.bound:.6g} s, gap "
-    )
+    best, bounded = time_text(reported.best, 4), time_text(reported.bound, 4)
+    assert str(reported).startswith(f"search: {reported.phase}, best {best} a step, bound {bounded}, gap ")
 
 
 def test_a_short_one_calls_nobody():
