@@ -22,6 +22,7 @@ Three functions improve given states:
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -31,7 +32,7 @@ from ..errors import PlanError
 from ..identity_tables import IdentityCache
 from .elimination import Eliminated, Tables, eliminate, elimination_order, shared_work
 from .memory_rows import binding
-from .milp import milp
+from .milp import WORK as HIGHS_WORK, milp
 from .presolve import ReducedProblem, RestrictedProblem, Wiped, arcs, reduced, restrict
 from .problem import Problem, Solution, stopping
 from .search_memory import current
@@ -148,6 +149,11 @@ WORK = 2**31  # most entries of all joints for elimination without a further red
 SWEEPS = (1, 1, 2, 4, 8)  # sweeps between two checks of their effect: at first, then, ...; later the last
 STALLED = 1e-2  # share of the gap that these sweeps must close for more of them
 SHRUNK = 0.9  # share of the states below which the core is reduced again
+#: Where no time is given: the work of sweeps and descents after which a search ends, and that of the last elimination,
+#: in entries of tables. On one core each is about a minute.
+MOST_SWEPT, MOST_ELIMINATED = 1e10, 2**34
+EDGE = 4000  # entries that take as long as what a sweep does for an edge besides its entries
+DESCENT = 30  # sweeps that take as long as a descent, at most
 MILP_ENTRIES = 300_000  # most entries of a core's edges for HiGHS
 
 
@@ -189,11 +195,16 @@ class _Search:
         self.states: list[int] | None = None
         self.cost, self.bound = np.inf, -np.inf
         self._lifts: list[ReducedProblem | RestrictedProblem] = []
-        self._descents = 0
+        self._descents, self._swept = 0, 0.0
+
+    @property
+    def timed(self) -> bool:
+        """True where a clock ends the search. Otherwise its work does, so the answer is the same on every machine."""
+        return self.until < math.inf
 
     @property
     def late(self) -> bool:
-        return time.monotonic() > self.until
+        return time.monotonic() > self.until if self.timed else self._swept > MOST_SWEPT
 
     @property
     def proved(self) -> bool:
@@ -244,8 +255,10 @@ class _Search:
             found, least = messages.states, np.inf
             many = SWEEPS[min(looks, len(SWEEPS) - 1)]
             looks += 1
+            work = sum(table.size + EDGE for table in self.core.edges.values())
             for _ in range(many):
                 messages.sweep()
+                self._swept += work
                 cost = self.core.cost(messages.states.tolist())
                 if cost < least or least == np.inf:
                     found, least = messages.states.copy(), cost
@@ -254,7 +267,7 @@ class _Search:
             self.prove(messages.bound)
             if not self.proved:
                 self.offer(descend(self.core, found.tolist(), until=self.until, seed=self._descents))
-                self._descents += 1
+                self._descents, self._swept = self._descents + 1, self._swept + DESCENT * work
             if sum(int(mark.sum()) for mark in messages.alive) < SHRUNK * states_before:
                 restricted = self.keep(messages)
                 if restricted is None:
@@ -281,10 +294,10 @@ def bounded(problem: Problem, made: Tables, until: float) -> Solution | None:
     Args:
         problem: a consistent one (`presolve.consistent`); a memory limit is ignored.
         made: tables of earlier eliminations, to be used and added to.
-        until: a time of time.monotonic() at which it ends.
+        until: a time of time.monotonic() at which it ends; infinity: no clock is read, and `MOST_SWEPT` ends it.
 
     Raises:
-        PlanError: nothing was found in time.
+        PlanError: nothing was found in time, or by that work.
     """
     search = _Search(problem, made, until)
     with stopping(lambda _: None if search.states is None else search.solution("stopped: not proved optimal")):
@@ -317,14 +330,16 @@ def _bounded(search: _Search, made: Tables, until: float) -> Solution | None:
         compare = True
     note = "not proved optimal: by bounds and local search"
     if not search.late:
-        eliminated_core = eliminated(search.core, made, until, None)
-        seconds = until - time.monotonic()
+        eliminated_core = eliminated(search.core, made, until, None if search.timed else MOST_ELIMINATED)
+        seconds = until - time.monotonic() if search.timed else None
         if eliminated_core is not None:
             search.finish(eliminated_core)
             note = "proved optimal, by bounds and variable elimination"
-        elif seconds > 0 and sum(table.size for table in search.core.edges.values()) <= MILP_ENTRIES:
+        elif (seconds is None or seconds > 0) and sum(
+            table.size for table in search.core.edges.values()
+        ) <= MILP_ENTRIES:
             try:
-                found = milp(search.core, seconds=seconds)
+                found = milp(search.core, seconds=seconds, work=None if search.timed else HIGHS_WORK)
             except PlanError:  # infeasible, or nothing found in time
                 note = "not proved optimal: by bounds and local search; HiGHS found nothing better"
             else:
@@ -332,7 +347,8 @@ def _bounded(search: _Search, made: Tables, until: float) -> Solution | None:
                 search.prove(found.bound)
                 note = "by bounds and local search, then HiGHS on what was left"
     if search.states is None:
-        raise PlanError("no allowed assignment of strategies was found in the time given", legal="more seconds")
+        given = "in the time given" if search.timed else "by sweeps, descents and HiGHS"
+        raise PlanError(f"no allowed assignment of strategies was found {given}", legal="more seconds")
     return search.solution(note)
 
 

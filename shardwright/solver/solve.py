@@ -519,7 +519,6 @@ def _allowed(priced: PricedProblem, until: float) -> list[int]:
     return states
 
 
-SECONDS = 60.0  # default time for a problem that cannot be eliminated at once
 PROVED = 1e-9  # relative gap up to which an answer is the best, except for rounding
 
 
@@ -528,8 +527,8 @@ def solve(problem: Problem, *, seconds: float | None = None, merge: bool = False
 
     Args:
         problem: the cost graph; a memory limit is kept too (`solve_limited`).
-        seconds: approximate time of the search at most; None: as long as elimination takes, or `SECONDS` for a
-            problem that cannot be eliminated at once.
+        seconds: approximate time of the search at most; None: no clock is read, so the answer is the same on every
+            machine. A problem that cannot be eliminated at once then ends by its work.
         merge: make tables of equal values one table, so that repeated blocks are computed once although their tables
             are different objects. The answer is as exact as without.
         gap: with a limit, the relative gap to the bound at which the search ends.
@@ -554,7 +553,7 @@ def _solve(problem: Problem, seconds: float | None, merge: bool, gap: float) -> 
         notes.append(f"merged: {len(problem.edges)} edges have {tables} different tables")
     if problem.limit is not None:
         return solve_limited(problem, seconds=seconds, gap=gap)
-    until = time.monotonic() + (SECONDS if seconds is None else seconds)
+    until = math.inf if seconds is None else time.monotonic() + seconds
     restricted = consistent(problem)
     made = Tables()
     current().watch("elimination")

@@ -1,6 +1,7 @@
 """The exact solver against enumeration and against HiGHS."""
 
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -132,6 +133,26 @@ def test_a_core_that_cannot_be_eliminated_has_a_true_bound(joints):
         found = bounded(problem, Tables(), float("inf"))
     assert found.bound <= truth * (1 + 1e-6) and truth <= found.cost * (1 + 1e-6)
     assert found.cost <= 1.05 * truth and found.gap < 0.5
+
+
+def test_no_clock_decides_where_no_time_is_given(monkeypatch):
+    """A clock that leaps a day at each look changes nothing; the work of the sweeps ends the search."""
+    for name in ("LARGEST", "MILP_ENTRIES"):
+        monkeypatch.setattr(sys.modules["shardwright.solver.anytime"], name, -1)
+    problem = random_energy(3, "dense", 12, 6, whole=False)
+    before = solve(problem)
+    days = iter(range(0, 10**9, 86_400))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(days)))
+    assert answer_of(solve(problem)) == answer_of(before)
+    with pytest.raises(PlanError, match="in the time given"):
+        solve(problem, seconds=1)
+    monkeypatch.setattr(sys.modules["shardwright.solver.anytime"], "MOST_SWEPT", 1)
+    short = solve(problem)
+    assert short.gap > before.gap and short.bound <= before.cost <= short.cost * (1 + 1e-9)
+
+
+def answer_of(found):
+    return found.states, found.cost, found.bound
 
 
 @pytest.mark.parametrize("kind", [{}, {"hub": 5}, {"tied": True}, {"same": False}])
