@@ -109,6 +109,18 @@ def test_kept_figures_of_searches_are_those_of_their_run() -> None:
         assert f"{row['seconds']:.0f} s, {grown}, {gap if row['gap'] else '0'}" in section
 
 
+def test_kept_figures_of_the_large_page_are_those_of_its_run() -> None:
+    """And within what is asked of them."""
+    run = result("report_page")
+    assert (run["layers"], run["bytes"] < 5e6, run["median"] < 2) == (96, True, True)
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    least, most = min(run["seconds"]), max(run["seconds"])
+    shown = (
+        f"{run['bytes'] / 1e6:.2f} MB, laid out by chromium in {run['median']:.2f} s ({least:.2f} to {most:.2f}, five"
+    )
+    assert shown in text
+
+
 def test_figures_of_the_readme_are_measured() -> None:
     """Each number in the column "measured", below it, and the number of models, is among the scripts' figures."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
