@@ -20,6 +20,7 @@ from shardwright import errors
 from shardwright.cli.main import main as cli
 from shardwright.planners.planning_problem import PLANNERS
 from shardwright.rules import registry
+from shardwright.runtime import profile_ranges
 
 PAGES = sorted(DOCS.rglob("*.md"))
 NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
@@ -172,6 +173,25 @@ def test_the_large_model_of_a_page_is_planned_as_it_was_recorded(
     (step,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("a step takes")]
     known = dict(commands_of((DOCS / "recorded" / "hugging-face.txt").read_text(encoding="utf-8")))
     assert step in known[" ".join(["shardwright", "plan", *words])]
+
+
+@pytest.mark.parametrize("emit", ["emit_nvtx", "emit_itt"])
+def test_the_lines_for_nsys_make_ranges_with_names(emit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's own lines, behind its first program; torch has the same for VTune, which needs no GPU."""
+    if emit == "emit_nvtx" and not torch.cuda.is_available():
+        pytest.skip("emit_nvtx needs a build of torch with CUDA, and a GPU")
+    if emit == "emit_itt" and not torch.profiler.itt.is_available():
+        pytest.skip("a build of torch without ITT")
+    monkeypatch.chdir(tmp_path)
+    text = (DOCS / "how-to" / "read-a-profile.md").read_text(encoding="utf-8")
+    names: dict = {"__name__": "page"}
+    exec(PYTHON.findall(text)[0][1], names)
+    (lines,) = re.findall(r"```py\n(with torch\.autograd\.profiler\.emit_nvtx.*?)```", text, re.DOTALL)
+    texts, made = list[str](), profile_ranges.record_function
+    monkeypatch.setattr(profile_ranges, "record_function", lambda text: texts.append(text) or made(text))
+    exec(lines.replace("emit_nvtx", emit), names)
+    steps = [text for text in texts if text.startswith("sw::step")]
+    assert {"sw::layers.0.up linear", "sw::layers.0.up linear backward"} < set(texts) and len(steps) == 3
 
 
 def test_every_page_is_in_a_list_of_contents() -> None:
