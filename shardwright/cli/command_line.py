@@ -89,6 +89,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, examples: tuple[tuple[str, str], ...] = (), **keywords: Any) -> None:
         self.examples, self.arguments = examples, list[argparse.Action]()
         self.commands: Mapping[str, Parser] = {}
+        self._intermixed = False  # True inside of argparse's own function for options between arguments
         super().__init__(*args, **keywords)  # adds --help
 
     def add_argument(self, *names: Any, completes: str | None = None, **keywords: Any) -> argparse.Action:
@@ -110,6 +111,18 @@ class Parser(argparse.ArgumentParser):
         made = super().add_subparsers(**keywords)
         self.commands = made.choices
         return made
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does; options may also stand in front of an argument that may be left out, as in
+        ``explain plan.json --import my_module q_proj``."""
+        left_out = any(not a.option_strings and a.nargs in ("?", "*", "+") for a in self.arguments)
+        if self._intermixed or not left_out:
+            return super().parse_known_args(args, namespace)
+        self._intermixed = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._intermixed = False
 
     def format_help(self) -> str:
         """The help, and below it the examples."""

@@ -149,6 +149,20 @@ def test_help_of_plan_diff(capsys: pytest.CaptureFixture) -> None:
     assert ended.value.code == 0 and "shardwright plan diff plan.json" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("explain plan.json --alternatives 1 up", {"plan": "plan.json", "operator": "up", "alternatives": 1}),
+        ("explain --import my_rules plan.json --json", {"plan": "plan.json", "operator": None, "json": True}),
+        ("report a.json --explain 0 b.json -o c.html", {"plans": ["a.json", "b.json"], "explain": 0}),
+        ("plan --devices 4 train.py --lr 0.1", {"target": "train.py", "devices": 4, "script_args": ["--lr", "0.1"]}),
+    ],
+)
+def test_options_stand_anywhere(line: str, found: dict[str, object]) -> None:
+    """Also in front of an argument that may be left out."""
+    assert vars(main.build_parser().parse_args(line.split())).items() >= found.items()
+
+
 def test_a_misspelt_command(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as ended:
         main.main(["explian", "plan.json"])
