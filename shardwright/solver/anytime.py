@@ -29,7 +29,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import PlanError
-from ..identity_tables import IdentityCache
+from ..identity_tables import IdentityCache, IdentitySet
 from .elimination import Eliminated, Tables, eliminate, elimination_order, shared_work
 from .memory_rows import binding
 from .milp import WORK as HIGHS_WORK, milp
@@ -150,10 +150,10 @@ SWEEPS = (1, 1, 2, 4, 8)  # sweeps between two checks of their effect: at first,
 STALLED = 1e-2  # share of the gap that these sweeps must close for more of them
 SHRUNK = 0.9  # share of the states below which the core is reduced again
 #: Where no time is given: the work of sweeps and descents after which a search ends, and that of the last elimination,
-#: in entries of tables. On one core each is about a minute.
-MOST_SWEPT, MOST_ELIMINATED = 1e10, 2**34
-EDGE = 4000  # entries that take as long as what a sweep does for an edge besides its entries
-DESCENT = 30  # sweeps that take as long as a descent, at most
+#: in entries of tables, a shared one once. On one core each is about a minute.
+MOST_SWEPT, MOST_ELIMINATED = 1.2e10, 2**34
+EDGE = 8000  # entries that take as long as what a sweep does for an edge besides its own table
+DESCENT = 20  # sweeps that take as long as a descent
 MILP_ENTRIES = 300_000  # most entries of a core's edges for HiGHS
 
 
@@ -255,7 +255,7 @@ class _Search:
             found, least = messages.states, np.inf
             many = SWEEPS[min(looks, len(SWEEPS) - 1)]
             looks += 1
-            work = sum(table.size + EDGE for table in self.core.edges.values())
+            work = sum(table.size for table in IdentitySet(self.core.edges.values())) + EDGE * len(self.core.edges)
             for _ in range(many):
                 messages.sweep()
                 self._swept += work
