@@ -57,6 +57,10 @@ from .sharded_plan import Plan
 __all__ = ["Monitor"]
 
 
+#: A share of the peak below which a line says no number.
+LEAST_SHARE = 1e-4
+
+
 class Figure(NamedTuple):
     """One figure of a line.
 
@@ -111,15 +115,23 @@ class PlanWork:
         """The figures of `each` steps a second."""
         if not self.flops:
             return []
-        out = [_rate("TFLOP/s", each * self.flops / 1e12)]
+        out = [_work_figure(each * self.flops)]
         alone = self.plan.devices > 1 and not current().processes  # one device stands for several
         unlike = self.assumed and not is_accelerator(current().device)  # a CPU beside GPUs that nobody named
         if not alone and not unlike:
             share = each * self.seconds
             peak = f"the peak of {self.assumed}, which is assumed" if self.assumed else "peak"
             tag = "share_of_assumed_peak" if self.assumed else "share_of_peak"
-            out.append(Figure(f"throughput/{tag}", share, f"{100 * share:.3g} % of {peak}"))
+            percent = f"{100 * share:.3g}" if share >= LEAST_SHARE else f"less than {100 * LEAST_SHARE:g}"
+            out.append(Figure(f"throughput/{tag}", share, f"{percent} % of {peak}"))
         return out
+
+
+def _work_figure(flops: float) -> Figure:
+    """Operations a second: always TFLOP/s for a writer; in a line GFLOP/s or MFLOP/s where a model is small."""
+    figure = _rate("TFLOP/s", flops / 1e12)
+    unit, size = next(((u, s) for u, s in (("T", 1e12), ("G", 1e9)) if flops >= s / 100), ("M", 1e6))
+    return figure._replace(text=_rate(f"{unit}FLOP/s", flops / size).text)
 
 
 def rate_figures(each: float, amounts: dict[str, float], work: PlanWork | None) -> list[Figure]:

@@ -52,6 +52,9 @@ def test_the_share_of_peak_is_of_all_devices_in_the_dtype_of_each_operator() -> 
     assert share.tag == "throughput/share_of_peak"
     assert share.value == pytest.approx(FLOPS * 1000 / (4 * 1e9))
     assert share.text == f"{100 * share.value:.3g} % of peak"
+    with ranks_of():
+        rate, share = PlanWork(planned(cluster=CLUSTER), named=True).figures(1e-3)
+    assert rate.text == f"{FLOPS * 1e-3 / 1e6:.3g} MFLOP/s" and share.text == "less than 0.01 % of peak"
 
 
 def test_a_cpu_has_no_share_of_a_cluster_that_nobody_named() -> None:
@@ -71,7 +74,7 @@ def test_a_cluster_that_is_assumed_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_one_device_that_stands_for_several_has_no_share() -> None:
-    assert [f.text[-7:] for f in PlanWork(planned(cluster=CLUSTER), named=True).figures(1.0)] == ["TFLOP/s"]
+    assert [f.text[-6:] for f in PlanWork(planned(cluster=CLUSTER), named=True).figures(1.0)] == ["FLOP/s"]
     assert len(PlanWork(planned(devices=1, cluster=CLUSTER), named=True).figures(1.0)) == 2
 
 
@@ -188,7 +191,7 @@ def test_nothing_is_measured_where_all_ranks_are_in_one_process() -> None:
     sw.init(devices=2)
     text, *_ = lines_of(0, 1)
     assert len(text.splitlines()) == 2 and "exposed" not in text and "computation" not in text
-    assert "% of peak" not in text and "TFLOP/s" in text
+    assert "% of peak" not in text and "MFLOP/s" in text
 
 
 def test_an_accelerators_events_are_queued_in_the_steps_of_lines_alone(monkeypatch) -> None:

@@ -8,6 +8,7 @@ A name that a user gives is an operator's name, its path, a module's path, or th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,6 +23,9 @@ from ..sharded_plan import Plan, near
 from .description import layer_of, numbers_text
 
 __all__ = ["Found", "OperatorNames"]
+
+#: Numbers of equal layers in a folded path, as in ``layers.{1-31}.up``; the first of them stands for all.
+FOLDED = re.compile(r"\{(\d+)[\d, -]*\}")
 
 
 @dataclass(frozen=True)
@@ -176,13 +180,14 @@ class OperatorNames:
         return {path: tuple(names) for path, names in out.items()}
 
     def find(self, text: str) -> Found:
-        """The operator or module that a name means.
+        """The operator or module that a name means; ``layers.{1-31}.up``, as tables write it, means the first of them.
 
         Raises:
             PlanError: there is none, with near ones; or the end of a path is that of several that are not split alike.
         """
         if text in self.decisions:
             return Found(self.paths[text], (text,))
+        text = FOLDED.sub(r"\1", text)
         exact = self._found(text)
         if exact is not None:
             return exact

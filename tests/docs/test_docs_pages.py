@@ -44,7 +44,7 @@ NOT_RUN = {
     "docs/how-to/from-dtensor.md": (1, ELSEWHERE),
     "docs/how-to/from-fsdp2.md": (1, ELSEWHERE),
     "docs/how-to/from-jax.md": (1, ELSEWHERE),
-    "docs/how-to/hugging-face.md": (3, "compared with what was recorded; commands that take half a minute"),
+    "docs/how-to/hugging-face.md": (4, "compared with what was recorded; a command that takes half a minute"),
     "docs/how-to/long-work.md": (3, PRINTED),
     "docs/how-to/read-a-profile.md": (4, PRINTED),
     "docs/how-to/rehearse.md": (1, PRINTED),

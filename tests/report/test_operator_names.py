@@ -89,6 +89,8 @@ def test_ends_that_are_split_differently_are_told_apart() -> None:
     with pytest.raises(sw.PlanError, match="'up' is the end of several paths, which are not split alike") as raised:
         OperatorNames(mixed).find("up")
     assert raised.value.legal == "blocks.{0-1}.up (2); blocks.2.up"
+    assert OperatorNames(mixed).find("blocks.{0-1}.up").operators == ("blocks.0.up",)
+    assert OperatorNames(mixed).find("blocks.{1, 2}").path == "blocks.1"
 
 
 # -- one cost ----------------------------------------------------------------------------------------------------------
