@@ -113,7 +113,7 @@ class Parser(argparse.ArgumentParser):
         return made
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does; options may also stand in front of an argument that may be left out, as in
+        """Parse as argparse does; options may also stand in front of an argument that may be left out, as in
         ``explain plan.json --import my_module q_proj``."""
         left_out = any(not a.option_strings and a.nargs in ("?", "*", "+") for a in self.arguments)
         if self._intermixed or not left_out:

@@ -347,8 +347,8 @@ def _bounded(search: _Search, made: Tables, until: float) -> Solution | None:
                 search.prove(found.bound)
                 note = "by bounds and local search, then HiGHS on what was left"
     if search.states is None:
-        given = "in the time given" if search.timed else "by sweeps, descents and HiGHS"
-        raise PlanError(f"no allowed assignment of strategies was found {given}", legal="more seconds")
+        searched = "in the time given" if search.timed else "by sweeps, descents and HiGHS"
+        raise PlanError(f"no allowed assignment of strategies was found {searched}", legal="more seconds")
     return search.solution(note)
 
 
