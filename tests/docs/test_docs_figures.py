@@ -121,6 +121,16 @@ def test_kept_figures_of_the_large_page_are_those_of_its_run() -> None:
     assert shown in text
 
 
+def test_multiples_in_the_tables_of_benchmarks_are_measured() -> None:
+    """Numbers without a unit too, such as a step's time over that of plain torch."""
+    text = (DOCS / "understand" / "benchmarks.md").read_text(encoding="utf-8")
+    rows = [row for row in text.splitlines() if row.startswith("| ") and "measures" not in row]
+    numbers = {number for row in rows for number in re.findall(rf"{NUMBER}", row) if "." in number}
+    known = " ".join((ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").split())
+    assert len(numbers) > 15
+    assert sorted(number for number in numbers if not re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", known)) == []
+
+
 def test_figures_of_the_readme_are_measured() -> None:
     """Each number in the column "measured", below it, and the number of models, is among the scripts' figures."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
