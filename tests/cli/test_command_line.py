@@ -12,7 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -199,7 +199,7 @@ COMPLETED = [
     (["completion", ""], ("bash", "zsh", "fish")),
 ]
 
-#: The widget prints the words that zsh would add, and ends the shell: `compadd` adds a word, unless it fills an array.
+#: The widget writes the words that zsh would add, and a mark: `compadd` adds words, unless it fills an array.
 ZSH = """
 fpath=($PWD $fpath); autoload -Uz compinit; compinit -D -u; cd {folder}; typeset -ga added
 compadd () {{
@@ -207,30 +207,33 @@ compadd () {{
   for word in "$@"; do case $word in -|--) break ;; -[OAD]*) builtin compadd "$@"; return ;; esac; done
   local -a some; builtin compadd -O some "$@"; added+=($some)
 }}
-finish () {{ _main_complete; print -rl -- $added > {found}; exit }}
-zle -C finish complete-word finish; bindkey '^I' finish
+finish () {{ added=(); _main_complete; print -rl -- $added '==' >> {found} }}
+zle -C finish complete-word finish; bindkey '^I' finish; bindkey '^]' kill-whole-line
 """
 
 
-def bash_completes(words: list[str], script: Path, folder: Path) -> str:
-    """The function of the script, called with the words of the line, as bash calls it."""
-    line = f"""source {script}
-        function=$(complete -p shardwright | sed 's/.*-F \\([^ ]*\\) .*/\\1/')
-        COMP_WORDS=(shardwright {shlex.join(words)}); COMP_CWORD={len(words)}
-        $function; printf '%s\\n' "${{COMPREPLY[@]}}" """
-    return subprocess.run(["bash", "-c", line], cwd=folder, capture_output=True, text=True, check=True).stdout
+def in_bash(lines: list[list[str]], script: Path, folder: Path) -> str:
+    """The function of the script, called with the words of each line, as bash calls it."""
+    each = "".join(
+        f"COMP_WORDS=(shardwright {shlex.join(words)}); COMP_CWORD={len(words)}; COMPREPLY=()\n"
+        "$function; printf '%s\\n' \"${COMPREPLY[@]}\" ==\n"
+        for words in lines
+    )
+    begin = f"source {script}; function=$(complete -p shardwright | sed 's/.*-F \\([^ ]*\\) .*/\\1/')\n"
+    return subprocess.run(["bash", "-c", begin + each], cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
-def zsh_completes(words: list[str], script: Path, folder: Path) -> str:
-    """The line and a tab, typed into a zsh on a terminal, which has the script's folder in its ``fpath``."""
+def in_zsh(lines: list[list[str]], script: Path, folder: Path) -> str:
+    """Each line and a tab, typed into a zsh on a terminal, which has the script's folder in its ``fpath``; then a key
+    that empties the line, and that means nothing to the terminal itself, which reads until zsh has begun."""
     found = script.parent / "found"
-    found.unlink(missing_ok=True)
     (script.parent / "setup").write_text(ZSH.format(folder=shlex.quote(str(folder)), found=shlex.quote(str(found))))
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(script.parent)
         os.execvpe("zsh", ["zsh", "-f", "-i"], {**os.environ, "TERM": "dumb"})
-    os.write(terminal, f"source ./setup\nshardwright {' '.join(words)}\t".encode())
+    typed = "".join(f"shardwright {' '.join(words)}\t\x1d" for words in lines)
+    os.write(terminal, f"source ./setup\n{typed}exit\n".encode())
     with contextlib.suppress(OSError):  # the end of the shell
         while os.read(terminal, 4096):
             pass
@@ -239,40 +242,37 @@ def zsh_completes(words: list[str], script: Path, folder: Path) -> str:
     return found.read_text()
 
 
-def fish_completes(words: list[str], script: Path, folder: Path) -> str:
-    """The first column of what fish lists; the second is the word's help."""
-    line = f"source {script}; complete -C {shlex.quote('shardwright ' + ' '.join(words))}"
+def in_fish(lines: list[list[str]], script: Path, folder: Path) -> str:
+    """What fish lists for each line: a word, a tab, the word's help."""
+    each = (f"complete -C {shlex.quote('shardwright ' + ' '.join(words))}; echo ==" for words in lines)
+    command = ["fish", "--no-config", "-c", "; ".join((f"source {script}", *each))]
     home = {**os.environ, "HOME": str(script.parent), "XDG_CONFIG_HOME": str(script.parent)}
-    done = subprocess.run(
-        ["fish", "--no-config", "-c", line], cwd=folder, env=home, capture_output=True, text=True, check=True
-    )
-    return "\n".join(row.split("\t")[0] for row in done.stdout.splitlines())
+    done = subprocess.run(command, cwd=folder, env=home, capture_output=True, text=True, check=True)
+    return "".join(row.split("\t")[0] + "\n" for row in done.stdout.splitlines())
 
 
-SHELLS = {"bash": bash_completes, "zsh": zsh_completes, "fish": fish_completes}
-
-
-@pytest.fixture(scope="module", params=SHELLS)
-def script(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The script for a shell, in a folder of its own, under the name by which zsh finds it."""
-    shtab, shell = pytest.importorskip("shtab"), request.param
+@pytest.mark.parametrize(("shell", "complete"), [("bash", in_bash), ("zsh", in_zsh), ("fish", in_fish)])
+def test_a_shell_completes(
+    shell: str,
+    complete: Callable[[list[list[str]], Path, Path], str],
+    tmp_path: Path,
+    folder: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """The last word of each line, as the shell itself completes it; zsh finds the script by its name."""
+    shtab = pytest.importorskip("shtab")
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell} here")
     if shell not in shtab.SUPPORTED_SHELLS:
         pytest.skip(f"shtab {shtab.__version__} is from before {shell}")
-    path = tmp_path_factory.mktemp(shell) / "_shardwright"
-    command = [sys.executable, "-m", "shardwright", "completion", shell]
-    path.write_text(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    return path
-
-
-@pytest.mark.parametrize(("words", "found"), COMPLETED, ids=[" ".join(words) for words, _ in COMPLETED])
-def test_a_shell_completes(
-    words: list[str], found: tuple[str, ...], script: Path, folder: Path, request: pytest.FixtureRequest
-) -> None:
-    """The last word, as the shell itself completes it."""
-    completes = SHELLS[request.node.callspec.params["script"]]
-    assert {word.rstrip("/ ") for word in completes(words, script, folder).split()} == set(found)
+    assert main.main(["completion", shell]) == 0
+    script = tmp_path / "_shardwright"
+    script.write_text(capsys.readouterr().out)
+    parts = complete([words for words, _ in COMPLETED], script, folder).split("==\n")
+    found = [{word.rstrip("/ ") for word in part.split()} for part in parts]
+    assert {" ".join(words): made for (words, _), made in zip(COMPLETED, found)} == {
+        " ".join(words): set(expected) for words, expected in COMPLETED
+    }
 
 
 def test_completion_needs_shtab(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
