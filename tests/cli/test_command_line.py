@@ -243,7 +243,7 @@ def in_zsh(lines: list[list[str]], script: Path, folder: Path) -> str:
 
 
 def in_fish(lines: list[list[str]], script: Path, folder: Path) -> str:
-    """What fish lists for each line: a word, a tab, the word's help."""
+    """The words that fish lists for each line, each with a tab and its help behind it."""
     each = (f"complete -C {shlex.quote('shardwright ' + ' '.join(words))}; echo ==" for words in lines)
     command = ["fish", "--no-config", "-c", "; ".join((f"source {script}", *each))]
     home = {**os.environ, "HOME": str(script.parent), "XDG_CONFIG_HOME": str(script.parent)}
