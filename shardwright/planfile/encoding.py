@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 #: Key of a leaf of an argument tree -> the class of torch that it stands for.
-_WORDS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+_TORCH_KINDS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
 
 class UnsavedObject:
@@ -98,7 +98,7 @@ def _leaf(x: object) -> object:
         return {"complex": [_leaf(x.real), _leaf(x.imag)]}
     if isinstance(x, torch.device):
         return {"device": str(x)}
-    for word, kind in _WORDS.items():
+    for word, kind in _TORCH_KINDS.items():
         if isinstance(x, kind):
             return {word: str(x).removeprefix("torch.")}
     return {"object": repr(x)}
@@ -308,7 +308,7 @@ def _leaf_of(x: object, values: dict[str, Value]) -> Any:
         return complex(*(_leaf_of(y, values) for y in content))
     if word == "device":
         return torch.device(content)
-    return _named(word, content) if word in _WORDS else UnsavedObject(content)
+    return _named(word, content) if word in _TORCH_KINDS else UnsavedObject(content)
 
 
 def _named(word: str, name: Any) -> Any:
@@ -318,7 +318,7 @@ def _named(word: str, name: Any) -> Any:
         ValueError: torch has no such value.
     """
     value = vars(torch).get(name)
-    if not isinstance(value, _WORDS[word]):
+    if not isinstance(value, _TORCH_KINDS[word]):
         raise ValueError(f"torch has no {word} {shown(name)}")
     return value
 

@@ -276,7 +276,7 @@ class _MemoryProblemBuilder:
         if op.name in self.detached:
             self.use(node, place, self.detached[op.name] + 1, self.memory.detached(op)[1], "activations")
         if grads:
-            self.use(node, place, self.back(place) + 1, self.memory.own(op), "activations")
+            self.use(node, place, self.back(place) + 1, self.memory.internal(op), "activations")
         forward, backward = self.memory.inside(op)
         self.use(node, place, place + 1, forward, "activations")
         if grads:

@@ -34,7 +34,7 @@ def inside(cost: OpCost, from_outside: Set[int]) -> tuple[float, float]:
 class _Part:
     def __init__(self, cost: OpCost, from_outside: Set[int]) -> None:
         self.program, self.saved = cost.program, saved_inside(cost)
-        self.own = float(sum(saved.own_bytes for saved in self.saved))
+        self.internal = float(sum(saved.own_bytes for saved in self.saved))
         self.live_ranges = live_ranges = LiveRanges(cost.inputs, self.program, self.saved)
         self.asked = {i.name for k, i in enumerate(cost.inputs) if k not in from_outside}
         self.outputs = {i.name for i in cost.outputs}
@@ -62,7 +62,7 @@ class _Part:
             for name, born in self.born.items()
         ]
         spans += [(place, end, float(saved.own_bytes)) for place, saved in enumerate(self.saved)]
-        return _beyond(spans, self.bytes_of((self.asked | stays) & self.born.keys()) + self.own)
+        return _beyond(spans, self.bytes_of((self.asked | stays) & self.born.keys()) + self.internal)
 
     def backward(self) -> float:
         live_ranges, reached = self.live_ranges, {name for name in self.outputs if self.grows(name)}
@@ -81,7 +81,7 @@ class _Part:
         spans += [(0, until[place], self.bytes_of([name])) for name, place in self.saved_at.items()]
         spans += [(0, until[place], float(saved.own_bytes)) for place, saved in enumerate(self.saved)]
         asked = {name for name in self.asked if self.grows(name)}
-        return _beyond(spans, self.bytes_of(begin.keys() | asked) + self.bytes_of(self.saved_at) + self.own)
+        return _beyond(spans, self.bytes_of(begin.keys() | asked) + self.bytes_of(self.saved_at) + self.internal)
 
 
 def _beyond(spans: Iterable[tuple[int, int, float]], whole: float) -> float:

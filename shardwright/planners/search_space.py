@@ -610,13 +610,13 @@ class KeptTensors:
 
     Attributes:
         inputs, outputs: the numbers of the inputs and outputs that are saved.
-        own: bytes of saved tensors that are neither.
+        internal: bytes of saved tensors that are neither.
         views: (output, input) numbers, for each output that lies in the memory of an input.
     """
 
     inputs: frozenset[int]
     outputs: frozenset[int]
-    own: int
+    internal: int
     views: tuple[tuple[int, int], ...]
 
 
@@ -682,12 +682,12 @@ def _keeps(program: _Program) -> KeptTensors:
     out = {live_ranges.root[name] for one in saved for name in one.values if name in live_ranges.root}
     results = [live_ranges.root[i.name] for i in cost.outputs]
     places = [i.name for i in cost.inputs]
-    own = sum(one.own_bytes for one in saved)
-    own += sum(live_ranges.tensors[name].local_bytes for name in out - live_ranges.inputs if name not in results)
+    internal = sum(one.own_bytes for one in saved)
+    internal += sum(live_ranges.tensors[name].local_bytes for name in out - live_ranges.inputs if name not in results)
     return KeptTensors(
         frozenset(places.index(n) for n in out if n in places),
         frozenset(results.index(n) for n in out if n in results and n not in places),
-        own,
+        internal,
         tuple((k, places.index(n)) for k, n in enumerate(results) if n in places),
     )
 

@@ -313,7 +313,7 @@ class _Like(NamedTuple):
 #: Call -> its outputs. Searches expand the same operator under hundreds of cuts, with much the same parts.
 _RESULTS: dict[Hashable, tuple[_Like, ...]] = {}
 #: The number of calls that are remembered.
-KEPT = 1 << 14
+MOST_RESULTS = 1 << 14
 
 
 def _results(target: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[_Like, ...]:
@@ -321,7 +321,7 @@ def _results(target: Callable[..., object], args: tuple[object, ...], kwargs: di
     key = target, key_of((args, kwargs), lambda x: _Like(x.shape, x.dtype) if type(x) is Value else x)
     known = _RESULTS.get(key)
     if known is None:
-        if len(_RESULTS) >= KEPT:
+        if len(_RESULTS) >= MOST_RESULTS:
             _RESULTS.clear()
         metas = map_values((args, kwargs), lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta"))
         result = target(*metas[0], **metas[1])

@@ -156,15 +156,15 @@ def _windows(parts: Sequence[Tensor], halo: Halo, dim: int) -> list[Tensor]:
 def _added(windows: Sequence[Tensor], halo: Halo, dim: int) -> list[Tensor]:
     """The gradients of the parts, from those of what each part reads."""
     before, behind = _margins(halo)
-    last = max(0, halo.own * halo.parts - halo.size - behind)  # of parts that are not full
+    last = max(0, halo.part_size * halo.parts - halo.size - behind)  # of parts that are not full
     shape = list(windows[0].shape)
     shape[dim] = before + halo.size + behind + last
     total = windows[0].new_zeros(shape)
     for part, window in enumerate(windows):
         total.narrow(dim, halo.begins(part) + before, halo.length).add_(window)
-    if halo.own * halo.parts > halo.size:  # padding elements get no gradient
+    if halo.part_size * halo.parts > halo.size:  # padding elements get no gradient
         total.narrow(dim, before + halo.size, behind + last).zero_()
-    return [total.narrow(dim, before + part * halo.own, halo.own) for part in range(halo.parts)]
+    return [total.narrow(dim, before + part * halo.part_size, halo.part_size) for part in range(halo.parts)]
 
 
 _MOVES = {CollectiveKind.HALO_EXCHANGE: _windows, CollectiveKind.HALO_REDUCE: _added}
@@ -265,7 +265,7 @@ def _places(step: RedistributionStep, rank: int) -> tuple[dict[int, _Place], dic
     def place(shared: range, first: int) -> _Place:
         return ((halo.dim, shared.start - first, len(shared)), *beside)
 
-    sent = {q: place(shared, mine * halo.own) for q in range(halo.parts) if (shared := halo.shared(mine, q))}
+    sent = {q: place(shared, mine * halo.part_size) for q in range(halo.parts) if (shared := halo.shared(mine, q))}
     return sent, {q: place(shared, halo.begins(mine)) for q, shared in halo.sources(mine)}
 
 
