@@ -189,7 +189,7 @@ def known_keywords(elsewhere: Mapping[str, str]) -> Callable[[FunctionT], Functi
         title = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
         @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             for name in kwargs:
                 if name not in names:
                     near = [f"{word}=" for word in difflib.get_close_matches(name, names, 1, 0.7)]

@@ -344,7 +344,7 @@ class Monitor:
         *,
         samples: float | None = None,
         tokens: float | None = None,
-        wandb: bool | Mapping[str, Any] | Any | None = None,
+        wandb: bool | Mapping[str, object] | Any | None = None,
         out: TextIO | None = None,
     ) -> None:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:

@@ -306,7 +306,7 @@ class Settings:
         strategies: Any = None,
         param_strategies: Any = None,
         pipeline: Any = None,
-        mixed_precision: Any = None,
+        mixed_precision: object = None,
         **settings: Any,
     ) -> Settings:
         """The settings as a user writes them: dicts, paths and names in place of this package's values.

@@ -50,19 +50,19 @@ class HuggingFaceMonitor(MonitoredLoop, transformers.TrainerCallback):
         >>> callbacks = [HuggingFaceMonitor(every=10)]  # of a Trainer
     """
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: object, model: Any = None, **kwargs: object) -> None:
         self._begin(model, args.world_size, state.global_step)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: object, **kwargs: object) -> None:
         self._done(state.global_step)
 
-    def on_evaluate(self, args: Any, state: object, control: object, **kwargs: object) -> None:
+    def on_evaluate(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self._leave_out()
 
-    def on_save(self, args: Any, state: object, control: object, **kwargs: object) -> None:
+    def on_save(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self._leave_out()
 
-    def on_train_end(self, args: Any, state: object, control: object, **kwargs: object) -> None:
+    def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self._close()
 
     def training_failed(self) -> None:
@@ -101,7 +101,7 @@ class TrainerMixin(_Trainer):
 
     model: Any  #: the `AutoParallel`; inside `_save` and the like the plain model
 
-    def __init__(self, model: AutoParallel | None = None, args: Any = None, *more: object, **kwargs: object) -> None:
+    def __init__(self, model: AutoParallel | None = None, args: object = None, *more: object, **kwargs: object) -> None:
         if not isinstance(model, AutoParallel):
             raise SettingError(f"Trainer(model={type(model).__name__})", legal="Trainer(model=sw.AutoParallel(net), …)")
         if model.loss_fn is not None:
@@ -155,7 +155,11 @@ class TrainerMixin(_Trainer):
         return False  # `clip_grad_norm_` takes gradients on several meshes
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: object = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, object],
+        return_outputs: bool = False,
+        num_items_in_batch: object = None,
     ) -> Any:
         """The loss of the whole batch, not scaled by the number of processes; else as in `transformers.Trainer`."""
         if (
@@ -172,7 +176,7 @@ class TrainerMixin(_Trainer):
     def _monitors(self) -> list[HuggingFaceMonitor]:
         return [found for found in self.callback_handler.callbacks if isinstance(found, HuggingFaceMonitor)]
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, *args: object, **kwargs: object) -> Any:
         """Train as `transformers.Trainer` does; monitors are closed where it raises."""
         try:
             return super().train(*args, **kwargs)
@@ -181,7 +185,9 @@ class TrainerMixin(_Trainer):
                 monitor.training_failed()
             raise
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, object], *args: object, **kwargs: object
+    ) -> torch.Tensor:
         """Do a step of `transformers.Trainer`; monitors note the batch and its loss."""
         loss = super().training_step(model, inputs, *args, **kwargs)
         for monitor in self._monitors():
@@ -190,7 +196,7 @@ class TrainerMixin(_Trainer):
 
     # -- checkpoints --
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, object] | None = None) -> None:
         with self.model.whole(rank=None if self.args.save_on_each_node else 0) as net:
             if net is not None:
                 model, self.model = self.model, net

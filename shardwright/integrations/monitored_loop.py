@@ -53,9 +53,9 @@ class MonitoredLoop:
     def __init__(
         self,
         every: int = 10,
-        tensorboard: str | Path | Any | None = None,
+        tensorboard: str | Path | object | None = None,
         *,
-        wandb: bool | Mapping[str, object] | Any | None = None,
+        wandb: bool | Mapping[str, object] | object | None = None,
         out: TextIO | None = None,
     ) -> None:
         self._arguments: dict[str, Any] = {"every": every, "tensorboard": tensorboard, "wandb": wandb, "out": out}

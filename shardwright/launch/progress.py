@@ -437,7 +437,7 @@ def phase(name: str, setting: Callable[..., object] = lambda *_, **__: None) -> 
 
     def decorate(function: F) -> F:
         @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             with showing(setting(*args, **kwargs)), Work(name):
                 return function(*args, **kwargs)
 

@@ -607,7 +607,7 @@ class AutoParallel(ProgramCache, nn.Module):
             super().__delattr__(name)
 
     def register_forward_pre_hook(
-        self, hook: Callable[..., Any], *, prepend: bool = False, with_kwargs: bool = False
+        self, hook: Callable[..., object], *, prepend: bool = False, with_kwargs: bool = False
     ) -> RemovableHandle:
         refuse_class(type(getattr(hook, "__self__", None)))  # the first thing that ``fully_shard`` does to a module
         return super().register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)

@@ -327,13 +327,13 @@ def _form(graph: Graph, input_placement: InputPlacement, devices: int) -> Iterat
 # -- the inputs of one micro-batch
 
 
-def rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+def rows_of(args: tuple[object, ...], kwargs: dict[str, object]) -> int | None:
     """The number of rows of a batch: the size of dim 0 of the first tensor with dims; None without such a tensor."""
     tensors = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
     return next((x.shape[0] for x in tensors if x.dim()), None)
 
 
-def is_split(args: tuple[object, ...], kwargs: dict[str, Any] | None = None) -> tuple[bool, ...]:
+def is_split(args: tuple[object, ...], kwargs: dict[str, object] | None = None) -> tuple[bool, ...]:
     """For each tensor among the inputs, True where each micro-batch gets a part of it along dim 0.
 
     Inputs with as many rows as the first tensor with dims are split; every micro-batch gets all of the others.
@@ -347,7 +347,7 @@ def is_split(args: tuple[object, ...], kwargs: dict[str, Any] | None = None) -> 
 
 
 def micro_calls(
-    args: tuple[object, ...], kwargs: dict[str, Any] | None, count: int, setting: PipelineSettings | None = None
+    args: tuple[object, ...], kwargs: dict[str, object] | None, count: int, setting: PipelineSettings | None = None
 ) -> list[tuple[tuple[object, ...], dict[str, object]]]:
     """Inputs in one micro-batch's shapes, on the meta device.
 
@@ -367,7 +367,7 @@ def micro_calls(
 
 
 def _resized(
-    args: tuple[object, ...], kwargs: dict[str, Any], count: int, times: int, setting: PipelineSettings | None
+    args: tuple[object, ...], kwargs: dict[str, object], count: int, times: int, setting: PipelineSettings | None
 ) -> tuple[tuple[object, ...], dict[str, object]]:
     rows = rows_of(args, kwargs)
     if rows is None:

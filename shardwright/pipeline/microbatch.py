@@ -265,7 +265,7 @@ class MicrobatchRewriter:
         for found in differences(op, wide_op):
             raise self._grows(op, *found)
 
-    def _grows(self, op: Op, name: str, mine: Any, theirs: object) -> SettingError:
+    def _grows(self, op: Op, name: str, mine: object, theirs: object) -> SettingError:
         return self.error(
             op,
             f"its argument {name} is {mine} in a micro-batch and {theirs} in one of {self.ratio} "

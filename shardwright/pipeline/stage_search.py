@@ -532,7 +532,7 @@ class AutomaticStages:
         kwargs: Mapping[str, Any],
         captured: Callable[..., Any],
         before: object = None,
-        first: Callable[[Graph, Any, Callable[[], PipelineSearchResult]], PipelineSearchResult] | None = None,
+        first: Callable[[Graph, object, Callable[[], PipelineSearchResult]], PipelineSearchResult] | None = None,
         per_rank_batch: bool = False,
     ) -> AutomaticStages:
         """The settings for a call of a model; without stages="auto", for the requested number of micro-batches.

@@ -430,7 +430,7 @@ def _(gradient: torch.Tensor, log_probs: torch.Tensor, *_: object) -> torch.Tens
     return torch.empty_like(log_probs)
 
 
-def _keep_ctc(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _keep_ctc(ctx: Any, inputs: tuple[object, ...], output: torch.Tensor) -> None:
     *tensors, ctx.blank, ctx.zero_infinity = inputs
     ctx.save_for_backward(*tensors)
 

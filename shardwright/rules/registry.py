@@ -341,7 +341,7 @@ class Builder:
         self.layouts = dict(layouts)
         self.steps: list[tuple[Op, Rule, Bound, Assignment]] = []
 
-    def call(self, target: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
+    def call(self, target: Callable[..., object], *args: object, **kwargs: object) -> Any:
         """Record ``target(*args, **kwargs)``; returns its output value, or a tuple of output values."""
         inputs = values_in((args, kwargs))
         results = _results(target, args, kwargs)

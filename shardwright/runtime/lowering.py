@@ -77,7 +77,7 @@ class Node:
         op: str,
         target: Any = None,
         args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] = {},
+        kwargs: Mapping[str, object] = {},
         all_input_nodes: tuple[Node, ...] = (),
     ) -> None:
         self.name, self.op, self.target, self.args, self.kwargs = name, op, target, args, kwargs

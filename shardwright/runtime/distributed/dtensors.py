@@ -57,7 +57,7 @@ SUBCLASSES_HAVE_VIEWS = tuple(int(part) for part in torch.__version__.split(".")
 ELSEWHERE = ("elsewhere",)
 
 
-def _whole_number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _whole_number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
     """The number of a tensor of one element, in whole: torch's own would be that of this rank's slice."""
     number = args[0]
     if isinstance(number, DTensor) and not all(isinstance(p, Replicate) for p in number.placements):

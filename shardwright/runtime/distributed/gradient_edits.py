@@ -211,7 +211,7 @@ def put(gradient: DTensor, index: Any, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def drawing(device: torch.device, options: Mapping[str, Any]) -> Iterator[None]:
+def drawing(device: torch.device, options: Mapping[str, object]) -> Iterator[None]:
     """While active, torch's generator of the device is that of rank 0; a generator of the user's stays as it is. Ranks
     whose generators were like rank 0's go on like it, others with their own."""
     if options.get("generator") is not None:

@@ -79,7 +79,7 @@ class Gradient(SlicedTensor):
     __slots__ = ()
     is_sparse = False  # optimizers read it of every gradient; saves a dispatch
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         """Do nothing: DTensor's own does nothing either, behind wrappers that take as long as all the rest."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradient:
@@ -141,11 +141,11 @@ class Gradient(SlicedTensor):
         return result
 
 
-def _any_requires_grad(args: Sequence[Any]) -> bool:
+def _any_requires_grad(args: Sequence[object]) -> bool:
     return any(isinstance(a, Tensor) and a.requires_grad for a in args)
 
 
-def _has_tensors(args: Sequence[Any]) -> bool:
+def _has_tensors(args: Sequence[object]) -> bool:
     return any(isinstance(a, (Tensor, list)) for a in pytree.tree_leaves(args, is_leaf=lambda a: isinstance(a, list)))
 
 
@@ -163,12 +163,12 @@ def _local(x: DTensor) -> Tensor:
     return local_tensor(x)
 
 
-def _is_plain(args: Sequence[Any], kwargs: dict[str, object] | None) -> bool:
+def _is_plain(args: Sequence[object], kwargs: dict[str, object] | None) -> bool:
     """True for numbers, a scalar tensor, and a list of numbers; False for a list of tensors."""
     return not kwargs and not any(isinstance(a, (list, tuple)) and any(isinstance(x, Tensor) for x in a) for a in args)
 
 
-def _found_together(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _found_together(function: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
     """The norms that `gradient_edits` computes; None for norms along dims, of matrices, and of one stage alone."""
     places = ("x", "ord", "dtype") if function is foreach_norm else ("x", "ord")
     arguments = dict(zip(places, args)) | kwargs
@@ -199,7 +199,7 @@ class GatheredPart(Gradient):
 
     @classmethod
     def __torch_function__(
-        cls, function: object, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, function: object, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         if changes(function) and isinstance(args[0], cls):
             raise lost(function)
@@ -220,7 +220,7 @@ class StageGradient(Gradient):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         is_norm = function in _NORMS or function is foreach_norm
         if is_norm and in_step_or_hook():  # of an optimizer, which sees the parameters of this stage alone
@@ -286,7 +286,7 @@ class Unsummed(Gradient):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         if function in _REFUSED or getattr(function, "__name__", "") in READS:
             raise not_summed("a norm, a part, or a change of gradients")

@@ -52,7 +52,7 @@ class _Matrix(Gradient):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         narrowed = function is Tensor.to and torch.bfloat16 in (*args[1:], *(kwargs or {}).values())
         if narrowed or function is Tensor.bfloat16:
@@ -141,7 +141,7 @@ def _as(kind: type[Gradient], x: object, like: object = None) -> Any:
 class _State(dict[str, object]):
     """One parameter's state as plain tensors; what the step writes goes into the optimizer's own state too."""
 
-    def __init__(self, state: Any, parameter: Tensor, seen: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, state: Any, parameter: Tensor, seen: Callable[[object, object], Any]) -> None:
         super().__init__({name: seen(value, None) for name, value in state.get(parameter, {}).items()})
         self._own, self._parameter, self._seen = state, parameter, seen
 
@@ -169,7 +169,7 @@ class _State(dict[str, object]):
 class _StandIn:
     """Mixed into an optimizer's class: reads another optimizer's parameters, gradients and state."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, seen: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, seen: Callable[[Any, object], Any]) -> None:
         vars(self).update({k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state", "_params")})
         self._seen, self._optimizer = seen, optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -205,7 +205,7 @@ def _mixed(optimizer: type) -> type:
 _kind: Callable[[type], Any] = functools.cache(_mixed)
 
 
-def _average(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _average(operator: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
     """Move each tensor of a list towards that of another list, in place; the operator is called on slices."""
     averages, values, *weight = args
     operator([_slice(x, None) for x in averages], [_slice(x, y) for x, y in zip(values, averages)], *weight, **kwargs)

@@ -177,7 +177,7 @@ class _Exchange:
         for each in self._references(value):
             self.within(each, depth + 1)
 
-    def _references(self, value: Any) -> Iterator[object]:
+    def _references(self, value: object) -> Iterator[object]:
         """The objects that an object refers to; old ones among the references are exchanged on the way."""
         if isinstance(value, functools.partial):
             func, args, kwargs = value.func, value.args, value.keywords
@@ -261,7 +261,7 @@ def in_step_or_hook() -> bool:
     return False
 
 
-def _code_of(function: Any) -> types.CodeType | None:
+def _code_of(function: object) -> types.CodeType | None:
     """The code of a function that may be bound, decorated, partial or an object."""
     while True:
         if isinstance(function, functools.partial):

@@ -45,7 +45,7 @@ _ROW, _LENGTH = 256 << 10, 8
 # -- any process group
 
 
-def exchanged(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def exchanged(mine: object, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The messages of all ranks of a group, by rank; None: of the default group. Every rank calls this.
 
     Args:
@@ -54,7 +54,7 @@ def exchanged(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return [loads(text) for text in _gathered(dumps(mine), group)]
 
 
-def from_first(mine: Any, group: dist.ProcessGroup | None = None) -> Any:
+def from_first(mine: object, group: dist.ProcessGroup | None = None) -> Any:
     """The message of rank 0 of a group, on every rank. Every rank calls this; messages of other ranks are not sent."""
     text = dumps(mine) if dist.get_rank(group) == 0 else b""
     device = _device_of(group)
@@ -125,15 +125,15 @@ class SingleRank:
 
     rank, world = 0, 1
 
-    def exchanged(self, mine: Any) -> list[Any]:
+    def exchanged(self, mine: object) -> list[Any]:
         """The messages of all ranks, by rank."""
         return [mine]
 
-    def gathered(self, mine: Any) -> list[Any]:
+    def gathered(self, mine: object) -> list[Any]:
         """The messages of all ranks, by rank, on rank 0; an empty list on other ranks."""
         return [mine]
 
-    def from_first(self, mine: Any) -> Any:
+    def from_first(self, mine: object) -> Any:
         """The message of rank 0."""
         return mine
 
@@ -141,7 +141,7 @@ class SingleRank:
         """True where `rank` is on another host than rank 0."""
         return False
 
-    def agreed(self, error: Exception | None, mine: Any = None) -> list[Any]:
+    def agreed(self, error: Exception | None, mine: object = None) -> list[Any]:
         """The messages of all ranks, by rank, unless one of the ranks has failed.
 
         Args:
@@ -180,14 +180,14 @@ class ProcessRanks(SingleRank):
         self._rows: tuple[HostMemory | None] | None = None
         self._hosts = self.exchanged(_host())
 
-    def exchanged(self, mine: Any) -> list[Any]:
+    def exchanged(self, mine: object) -> list[Any]:
         return [loads(text) for text in self._texts(dumps(mine))]
 
-    def gathered(self, mine: Any) -> list[Any]:
+    def gathered(self, mine: object) -> list[Any]:
         texts = self._texts(dumps(mine))
         return [loads(text) for text in texts] if self.rank == 0 else []
 
-    def from_first(self, mine: Any) -> Any:
+    def from_first(self, mine: object) -> Any:
         return loads(self._texts(dumps(mine if self.rank == 0 else None))[0])
 
     def _texts(self, mine: bytes) -> list[bytes]:
@@ -233,7 +233,7 @@ class ProcessRanks(SingleRank):
         return self._talked(memory.meet, CollectiveKind.ALL_TO_ALL, 0)
 
     @staticmethod
-    def _talked(collective: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
+    def _talked(collective: Callable[..., object], *args: object, **kwargs: object) -> Any:
         try:
             with torch.device("cpu"):  # Gloo allocates on the default device
                 return collective(*args, **kwargs)
