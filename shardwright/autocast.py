@@ -353,7 +353,7 @@ class _Trace(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace == "prim":

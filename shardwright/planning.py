@@ -80,7 +80,7 @@ __all__ = ["capture_micro", "make_pipeline", "make_plan", "plan"]
 
 #: Runs a search for several processes: (graph, settings that decide the result, search, a function that carries
 #: portable decisions onto the process's own graph) -> decisions.
-Searcher = Callable[[Graph, Any, Callable[[], Decisions], Callable[[PortableDecisions], Decisions]], Decisions]
+Searcher = Callable[[Graph, object, Callable[[], Decisions], Callable[[PortableDecisions], Decisions]], Decisions]
 
 #: Modes in which each device has its own batch-norm statistics, unless `sync_batch_norm` is set.
 OWN_STATISTICS = ("data_parallel",)
@@ -367,7 +367,7 @@ def make_pipeline(
             limit = cluster.memory
         return in_fastest_storage(stored_by, settings.hsdp, cluster, limit, earlier, stored is not None)
     if setting.stages == "auto" and automatic is not None:
-        check_automatic(setting, modules, strategies)
+        check_automatic(setting, modules, None if strategies is None else strategies.path)
         cluster = Cluster.of(settings.cluster, devices)
         unit = replace(
             settings,

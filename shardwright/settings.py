@@ -103,11 +103,11 @@ DatasetStrategy: TypeAlias = "Literal['data_parallel', 'full_batch'] | tuple[Cut
 Limit: TypeAlias = str | float
 
 #: The devices and their links: a value, the name of a preset such as "h100x8", a JSON file, or its content.
-ClusterSetting: TypeAlias = "Cluster | str | PathLike[str] | Mapping[str, Any]"
+ClusterSetting: TypeAlias = "Cluster | str | PathLike[str] | Mapping[str, object]"
 
 #: The operators that are recomputed: a function of an operator, or a list of those that are saved.
 RecomputePolicy: TypeAlias = (
-    "Callable[[Op], bool | CheckpointPolicy | Literal['save', 'recompute'] | None] | Sequence[Callable[..., Any]]"
+    "Callable[[Op], bool | CheckpointPolicy | Literal['save', 'recompute'] | None] | Sequence[Callable[..., object]]"
 )
 
 #: The dtypes of parameters, computation and gradients; a dtype alone is that of computation.
@@ -153,9 +153,9 @@ class MixedPrecisionSetting(TypedDict, total=False):
 class CompileSetting(TypedDict, total=False):
     """The arguments of ``torch.compile`` that a compiled program takes."""
 
-    backend: str | Callable[..., Any]
+    backend: str | Callable[..., object]
     mode: str
-    options: dict[str, Any]
+    options: dict[str, object]
 
 
 class GradientFusion(TypedDict, total=False):
@@ -281,13 +281,13 @@ class Settings:
     """
 
     parallel_mode: str = "semi_auto"
-    dataset_strategy: Any = "full_batch"
+    dataset_strategy: DatasetStrategy = "full_batch"
     on_missing_rule: str = "error"
     sync_batch_norm: bool = False
     hsdp: OptimizerParallel | None = None
-    recompute: Any = None
+    recompute: RecomputePolicy | None = None
     uneven: bool = False
-    cluster: Any = None
+    cluster: ClusterSetting | None = None
     memory: str | float | None = None
     optimizer: str | float | None = None
     strategies: PlanDocument | PipelineDocument | None = None

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple, NoReturn
 from ..cluster import MOST_DEVICES
 from ..errors import CheckpointError, shown
 from ..json_files.json_reader import MIB, kind_of, read_object, step
-from ..json_files.json_values import dtype_named, is_shape
+from ..json_files.json_values import JsonObject, dtype_named, is_shape
 from ..launch.progress import Work
 from .digests import ALGORITHMS, BLOCK, Algorithm, blocks_of, digest, shares
 
@@ -310,7 +310,7 @@ class _Reading:
             self._fault(place, f"{shown(value)} is no object with {', '.join(names)}")
         return value
 
-    def manifest(self, encoded: dict[str, Any]) -> Manifest:
+    def manifest(self, encoded: JsonObject) -> Manifest:
         optional = [name for name in ("places",) if name in encoded]
         names = ["schema", "kind", "step", "id", "model", "plan", "world", "digest", "files", "tensors", "seal"]
         self._fields((), encoded, names + optional)

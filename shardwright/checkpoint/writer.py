@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ShardwrightError
-from ..json_files.json_values import dtype_named, encode
+from ..json_files.json_values import JsonObject, dtype_named, encode
 from ..launch.progress import Work
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..runtime.distributed.rank_messages import ProcessRanks, SingleRank
@@ -296,7 +296,7 @@ class SaveJob:
     aliases: Mapping[str, str]
     plan: Plan | PipelinePlan | None
     written: list[WrittenBox]
-    description: dict[str, Any]
+    description: JsonObject
     random: dict[str, object]
     data: dict[str, object] | None
     state: dict[str, Any]
@@ -314,7 +314,7 @@ class SaveJob:
         """The folder being written."""
         return self.path / f".{folders.name_of(self.step)}.{self.id}.part"
 
-    def settle(self, descriptions: list[dict[str, Any]]) -> None:
+    def settle(self, descriptions: list[JsonObject]) -> None:
         """Combine the descriptions of all ranks.
 
         Args:

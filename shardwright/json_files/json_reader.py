@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 
 from ..errors import ShardwrightError, did_you_mean, shown
 from ..garbage_collection import gc_paused
+from .json_values import JsonObject
 
 __all__ = [
     "DEPTH",
@@ -84,7 +85,7 @@ def read_object(
     legal: str,
     limit: int = 256 * MIB,
     edited: bool = False,
-) -> tuple[str, dict[str, Any]]:
+) -> tuple[str, JsonObject]:
     """The text of a file, and the JSON object in it.
 
     Args:

@@ -31,6 +31,7 @@ import torch
 from ..errors import MissingRuleError, SettingError, ShardwrightError
 from ..graph import Graph, Op, Recompute, Value, changed, form_of, leaves_of_type, types_of
 from ..identity_tables import IdentityCache
+from ..json_files.json_values import JsonObject
 from ..layout import Digit, Digits, Layout, digits_size
 from ..mixed_precision import narrowed_to
 from ..redistribution import Redistribution
@@ -609,10 +610,10 @@ class PortableDecisions:
         }
 
     @classmethod
-    def read(cls, encoded: dict[str, Any]) -> PortableDecisions:
+    def read(cls, encoded: JsonObject) -> PortableDecisions:
         """The portable decisions of `encoded`."""
 
-        def operator(entry: dict[str, Any]) -> _Operator:
+        def operator(entry: JsonObject) -> _Operator:
             out = None if entry["out"] is None else tuple(_layout(layout) for layout in entry["out"])
             recompute = None if entry["recompute"] is None else Recompute(**entry["recompute"])
             digits = tuple(_digits(digits) for digits in entry["digits"])
@@ -675,7 +676,7 @@ def _encode_layout(layout: Layout) -> dict[str, object]:
     }
 
 
-def _layout(encoded: dict[str, Any]) -> Layout:
+def _layout(encoded: JsonObject) -> Layout:
     dims, partial = map(_digits, encoded["dims"]), _digits(encoded["partial"])
     return Layout.of(encoded["devices"], dims, partial, encoded["reduction"])
 

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from os import PathLike
+from typing import cast
 
 import torch
 from torch.utils.weak import WeakIdRef
 
 from ..capture.annotations import PipelineSettings
 from ..cluster import Cluster
+from ..cost.memory_timeline import OptimizerSetting
 from ..errors import SettingError
 from ..graph import Graph, Value
 from ..launch.progress import keep, keeper
@@ -79,8 +81,8 @@ def pipeline_plan(
     sizes: tuple[int, ...] | None = None,
     on_missing_rule: str = "error",
     uneven: bool = False,
-    cluster: Any = None,
-    optimizer: Any = "adam",
+    cluster: Cluster | str | PathLike[str] | Mapping[str, object] | None = None,
+    optimizer: OptimizerSetting = "adam",
     chosen: PipelineSearchResult | None = None,
 ) -> PipelinePlan:
     """Plan a captured model as a pipeline.
@@ -257,7 +259,9 @@ class PlanCache:
         self, planner: Callable[[Graph, int, InputPlacement, int], Plan], whole: frozenset[str] = frozenset()
     ) -> None:
         self.planner, self.whole = planner, whole
-        self.known: list[tuple[Any, Plan, Graph]] = []  # the graph holds the constants that its form refers to
+        self.known: list[
+            tuple[tuple[object, ...], Plan, Graph]
+        ] = []  # the graph holds the constants that its form refers to
 
     def __call__(self, graph: Graph, devices: int, input_placement: InputPlacement, number: int) -> Plan:
         """The plan of a stage; that of an equal stage where there is one."""
@@ -298,7 +302,7 @@ def _form(graph: Graph, input_placement: InputPlacement, devices: int) -> Iterat
     number = {name: k for k, name in enumerate(_values(graph))}
     calls: dict[int, int] = {}
 
-    def leaf(x: object) -> Any:
+    def leaf(x: object) -> object:
         return ("value", number[x.name]) if isinstance(x, Value) else repr(x)
 
     yield (

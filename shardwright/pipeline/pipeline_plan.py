@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 from ..cluster import Cluster
 from ..cost.cost_model import CostModel, StepInTime
+from ..cost.memory_timeline import OptimizerSetting
 from ..errors import PlanError
 from ..graph import Graph, Value
-from ..layout import Layout, digits_size, group_of
+from ..layout import Digits, Layout, digits_size, group_of
 from ..partition.local_program import PlacedValue, made_by
 from ..partition.partitioner import between, sender
 from ..redistribution import CollectiveKind
@@ -219,7 +220,7 @@ class PipelinePlan(SavedPlan):
     micro: MicrobatchPlan
     split: tuple[bool, ...]
     cluster: Cluster | None = None
-    optimizer: Any = None
+    optimizer: OptimizerSetting = None
     notes_of_its_own: tuple[str, ...] = ()
     chosen: PipelineSearchResult | None = None
 
@@ -495,7 +496,7 @@ class _Step:
                 ),
             )
 
-    def of(self, stage: Stage, collectives: Iterator[tuple[Collective, Any]]) -> Iterator[Collective]:
+    def of(self, stage: Stage, collectives: Iterator[tuple[Collective, Digits]]) -> Iterator[Collective]:
         for collective, digits in collectives:
             ranks = group_of(self.rank - stage.first, digits)
             yield replace(collective, ranks=tuple(stage.first + r for r in ranks))

@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 from ..capture.annotations import PipelineSettings
 from ..errors import PlanError, SettingError
 from ..graph import Graph, Op, Value, map_values
+from ..json_files.json_values import JsonObject
 from ..rules.dims import send
 from ..torch_private import pytree
 from .schedules import Schedule, schedule
@@ -567,7 +568,7 @@ class PipelineSearchResult:
         return {**vars(self), "stages": [tuple(stage) for stage in self.stages], "alternatives": alternatives}
 
     @classmethod
-    def read(cls, encoded: dict[str, Any]) -> PipelineSearchResult:
+    def read(cls, encoded: JsonObject) -> PipelineSearchResult:
         """The search result of `encoded`."""
         stages = tuple(StageChoice(*stage) for stage in encoded["stages"])
         alternatives = tuple(PricedPipeline(**pipeline) for pipeline in encoded["alternatives"])

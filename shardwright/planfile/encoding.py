@@ -43,6 +43,7 @@ from ..capture.regions import Applied
 from ..errors import LayoutError, PlanError, ShardwrightError, StrategyError, shown
 from ..graph import Graph, Master, Op, Pieces, Recompute, Value, values_in
 from ..json_files.json_reader import MIB, parse
+from ..json_files.json_values import JsonObject
 from ..layout import Digit, Digits, Layout, beside, merge
 from ..rules import Assignment, Bound, assignment_of
 from ..torch_private import OpOverload, pytree
@@ -192,7 +193,7 @@ def fingerprint(graph: Graph) -> str:
     return fingerprint_of(write_graph(graph))
 
 
-def fingerprint_of(encoded: Mapping[str, Any]) -> str:
+def fingerprint_of(encoded: JsonObject) -> str:
     """The fingerprint of the graph that `encoded` is, as `write_graph` writes it.
 
     Raises:
@@ -360,7 +361,7 @@ def _target_of(encoded: Any, name: str, source: str | None) -> object:
     return found
 
 
-def _applied(encoded: dict[str, Any], name: str, source: str | None) -> Applied:
+def _applied(encoded: JsonObject, name: str, source: str | None) -> Applied:
     """A user's function, looked up in the module that defined it; nothing is imported."""
     module, _, path = encoded["function"].partition(":")
     found = _loaded(module, path)
@@ -380,7 +381,7 @@ def _applied(encoded: dict[str, Any], name: str, source: str | None) -> Applied:
     return made
 
 
-def recompute_of(encoded: dict[str, Any] | None) -> Recompute | None:
+def recompute_of(encoded: JsonObject | None) -> Recompute | None:
     """The recomputation that `write_recompute` wrote; None for None.
 
     Raises:
@@ -424,7 +425,7 @@ def read_graph(encoded: dict[str, object], source: str = "", expected: str | Non
         ) from error
 
 
-def _graph(encoded: dict[str, Any], source: str) -> Graph:
+def _graph(encoded: JsonObject, source: str) -> Graph:
 
     def value(name: str, shape: list[int], dtype: str, grad: bool, master: list[object] | None = None) -> Value:
         return Value(
@@ -510,7 +511,7 @@ class _Axes:
         return WHOLE if not names else names[0] if len(names) == 1 else names
 
 
-def spell_assignment(bound: Bound, assignment: Assignment) -> dict[str, Any]:
+def spell_assignment(bound: Bound, assignment: Assignment) -> JsonObject:
     """An operator's strategy as the fields of its line.
 
     ``in_strategy`` has the cuts, or axes of the named device matrix where cuts cannot express the strategy.

@@ -19,12 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ..cluster import Cluster
 from ..errors import PlanError, ShardwrightError, shown
 from ..graph import Graph
 from ..json_files.json_reader import check_fields, section_places
+from ..json_files.json_values import JsonObject
 from ..partition.local_program import InputPlacement
 from ..pipeline.build import planned_stages
 from ..pipeline.pipeline_plan import Join, MicrobatchPlan, PipelinePlan
@@ -124,7 +125,7 @@ class PipelineDocument:
     # -- what the head says --
 
     @property
-    def setting(self) -> dict[str, Any]:
+    def setting(self) -> JsonObject:
         """The fields of the pipeline.
 
         Raises:
@@ -237,7 +238,7 @@ class PipelineDocument:
     # -- the content of the last line --
 
     @cached_property
-    def content(self) -> dict[str, Any]:
+    def content(self) -> JsonObject:
         """The content of the last captured line: everything beside the stages' graphs.
 
         Raises:

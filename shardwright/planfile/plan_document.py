@@ -34,6 +34,7 @@ from ..cost.memory_timeline import optimizer_bytes
 from ..errors import LayoutError, PlanError, ShardwrightError, shown
 from ..graph import Graph, Op, types_of
 from ..json_files.json_reader import check_fields, field_line, section_places
+from ..json_files.json_values import JsonObject
 from ..layout import Digit, Layout
 from ..partition.hybrid_parallel import OwnPrograms
 from ..partition.local_program import Decision, Decisions, InputPlacement, SearchResult, description, find_batch_dims
@@ -63,7 +64,7 @@ class DocumentHead:
     """
 
     path: Path
-    encoded: dict[str, Any]
+    encoded: JsonObject
     lines: dict[str, int] = field(default_factory=dict, kw_only=True)
 
     @property
@@ -205,7 +206,7 @@ class DocumentLine:
     """
 
     name: str
-    encoded: dict[str, Any]
+    encoded: JsonObject
     where: str
 
     def decision(self, op: Op, devices: int, on_missing_rule: str, uneven: bool, own: bool = False) -> Decision:
@@ -374,7 +375,7 @@ class PlanDocument(DocumentHead):
     # -- as a plan of its own --
 
     @cached_property
-    def content(self) -> dict[str, Any]:
+    def content(self) -> JsonObject:
         """The content of the captured line: graph, search report, and the digests of the other lines when written."""
         content = unpacked(self.captured, self.where)
         with self.captured_content():

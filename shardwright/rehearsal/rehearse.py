@@ -198,7 +198,7 @@ class _Alive(TorchDispatchMode):
         types: Iterable[type],
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
-    ) -> Any:
+    ) -> object:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # a DTensor: the operators on its slice come here again
         result = function(*args, **(kwargs or {}))

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from ..cluster import Cluster
+from ..json_files.json_values import JsonObject
 from ..operator_explanation import Alternative, Explanation, seconds_of
 from ..pipeline.pipeline_plan import PipelinePlan, timeline_of
 from ..pipeline.schedules import Schedule
@@ -157,7 +157,7 @@ def _plans(plan: Plan | PipelinePlan) -> list[tuple[int | None, Plan]]:
     return [(None, plan)] if isinstance(plan, Plan) else [(stage.number, stage.plan) for stage in plan.stages]
 
 
-def _operator(plan: Plan, name: str, names: OperatorNames, stage: int | None) -> dict[str, Any]:
+def _operator(plan: Plan, name: str, names: OperatorNames, stage: int | None) -> JsonObject:
     decision = plan.decisions[name]
     return {
         "name": name,

@@ -65,7 +65,7 @@ class Replaced(nn.Parameter):
     @classmethod
     def __torch_function__(
         cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+    ) -> object:
         met: list[Replaced] = []
 
         def present(x: Replaced) -> torch.Tensor:
@@ -93,5 +93,5 @@ class Replaced(nn.Parameter):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return repr(successor_of(self))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         return memo.setdefault(id(self), copy.deepcopy(successor_of(self), memo))

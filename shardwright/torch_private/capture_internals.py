@@ -245,7 +245,7 @@ def _watching() -> type:
             plain.__init__(self, torch._C.DispatchKey.PreDispatch)
             self._mode_key, self._handle = torch._C._TorchDispatchModeKey.PROXY, handle
 
-        def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
+        def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
             return self._handle(func, args, kwargs or {})
 
     return Watching

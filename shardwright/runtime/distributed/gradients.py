@@ -88,7 +88,7 @@ class Gradient(SlicedTensor):
     @classmethod
     def __torch_function__(
         cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    ) -> object:
         if function in ELEMENTWISE and not (torch.is_grad_enabled() and _any_requires_grad(args)):
             local = locals_of(args)
             if local is not None:  # takes a third of the time of DTensor's dispatch
@@ -100,7 +100,8 @@ class Gradient(SlicedTensor):
         if function is Tensor.detach:
             return _detached(args[0])
         if function is Tensor.__setitem__ and isinstance(args[0], Gradient):
-            return put(*args)
+            put(*args)
+            return None
         if function in RANDOM:
             return Gradient(drawn_like(function, args[0], kwargs or {}), spec_of(args[0]), requires_grad=False)
         with DisableTorchFunctionSubclass():
@@ -111,7 +112,8 @@ class Gradient(SlicedTensor):
             if function in _EDITS and _is_plain(args[1:], kwargs):  # DTensor takes only lists on one mesh
                 return function(*pytree.tree_map_only(DTensor, _local, args), **(kwargs or {}))
             if function is unscale_:
-                return unscale(*args, **(kwargs or {}))
+                unscale(*args, **(kwargs or {}))
+                return None
             if function in _NORMS or function is foreach_norm:
                 found = _found_together(function, args, kwargs or {})
                 if found is not None:
@@ -200,7 +202,7 @@ class GatheredPart(Gradient):
     @classmethod
     def __torch_function__(
         cls, function: object, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+    ) -> object:
         if changes(function) and isinstance(args[0], cls):
             raise lost(function)
         return super().__torch_function__(function, types, args, kwargs)
@@ -221,7 +223,7 @@ class StageGradient(Gradient):
     @classmethod
     def __torch_function__(
         cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+    ) -> object:
         is_norm = function in _NORMS or function is foreach_norm
         if is_norm and in_step_or_hook():  # of an optimizer, which sees the parameters of this stage alone
             args = pytree.tree_map_only(StageGradient, _alone, args)
@@ -230,7 +232,7 @@ class StageGradient(Gradient):
             found = _found_together(function, args, kwargs or {})
             if found is not None:
                 return found
-        result = super().__torch_function__(function, types, args, kwargs)
+        result: Any = super().__torch_function__(function, types, args, kwargs)
         if function in _NORMS:
             return _norms_as_results([result], args[:1])[0]
         return _norms_as_results(result, args[0]) if function is foreach_norm else result
@@ -287,7 +289,7 @@ class Unsummed(Gradient):
     @classmethod
     def __torch_function__(
         cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+    ) -> object:
         if function in _REFUSED or getattr(function, "__name__", "") in READS:
             raise not_summed("a norm, a part, or a change of gradients")
         if function is Tensor.detach:

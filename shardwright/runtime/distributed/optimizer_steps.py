@@ -53,7 +53,7 @@ class _Matrix(Gradient):
     @classmethod
     def __torch_function__(
         cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+    ) -> object:
         narrowed = function is Tensor.to and torch.bfloat16 in (*args[1:], *(kwargs or {}).values())
         if narrowed or function is Tensor.bfloat16:
             whole = gathered_as(args[0], padded_slice(args[0], local_tensor(args[0])))

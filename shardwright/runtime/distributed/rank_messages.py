@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ... import errors
 from ...errors import CheckpointError, ShardwrightError
-from ...json_files.json_values import dumps, loads
+from ...json_files.json_values import JsonObject, dumps, loads
 from ...process_runtime import current
 from ...redistribution.collective_kinds import CollectiveKind
 from .shared_memory import HostMemory, sharing
@@ -91,11 +91,11 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
 # -- errors
 
 
-def error_as_json(error: Exception) -> dict[str, Any]:
+def error_as_json(error: Exception) -> JsonObject:
     """An error as values that `json_values` takes. An error of a class that users do not know is one of its base."""
     kinds = [kind.__name__ for kind in type(error).__mro__]
     known = next((kind for kind in kinds if kind in errors.__all__), kinds[0])
-    encoded: dict[str, Any] = {"kind": known, "message": str(error)}
+    encoded: JsonObject = {"kind": known, "message": str(error)}
     if isinstance(error, ShardwrightError):
         strategy = error.strategy if error.strategy is None or isinstance(error.strategy, str) else repr(error.strategy)
         encoded |= {"message": error.message, "operator": error.operator, "source": error.source, "strategy": strategy}
@@ -103,7 +103,7 @@ def error_as_json(error: Exception) -> dict[str, Any]:
     return encoded
 
 
-def error_of(encoded: dict[str, Any]) -> Exception:
+def error_of(encoded: JsonObject) -> Exception:
     """The error of `error_as_json`: of the same class where it is one of the package, or one of Python's that is made
     from a text; else a RuntimeError with its class's name and text."""
     name, message = encoded["kind"], encoded["message"]

@@ -56,6 +56,7 @@ import torch
 
 from ...accelerators import event, is_accelerator, is_recording_graph
 from ...errors import PACKAGE_FOLDER
+from ...json_files.json_values import JsonObject
 
 __all__ = [
     "DeviceTimes",
@@ -509,7 +510,7 @@ class Seen:
         return asdict(self)
 
     @classmethod
-    def of(cls, encoded: dict[str, Any]) -> Seen:
+    def of(cls, encoded: JsonObject) -> Seen:
         """The position from the document."""
         return cls(**{**encoded, "ranks": tuple(encoded["ranks"])})
 
