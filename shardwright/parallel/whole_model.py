@@ -398,7 +398,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 # -- parts of the model that are called by themselves ----------------------------------------------------------------
 
 
-_refusing: list[Any] = []
+_refusing: list[object] = []
 
 
 def refuse_calls_of_parts() -> None:

@@ -381,7 +381,7 @@ class Units:
         )
 
 
-def _changed(op: Op, change: Any) -> Op:
+def _changed(op: Op, change: Callable[[Value], Value]) -> Op:
     args, kwargs = map_values((op.args, op.kwargs), change)
     return replace(op, args=args, kwargs=kwargs, inputs=tuple(map(change, op.inputs)))
 

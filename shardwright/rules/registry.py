@@ -105,7 +105,7 @@ class Rule:
 
 
 #: A function that records an operator as simpler operators: takes a builder, returns the outputs' values.
-Expansion = Callable[["Builder"], Value | Sequence[Any]]
+Expansion = Callable[["Builder"], Value | Sequence[object]]
 
 _RULES: dict[Hashable, Rule] = {}
 

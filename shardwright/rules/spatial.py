@@ -47,7 +47,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -85,7 +85,7 @@ def spatial(op: Op) -> int:
     return next(int(letter) for letter in op.kind if letter.isdigit())
 
 
-def per_dim(argument: object, count: int) -> tuple[Any, ...]:
+def per_dim(argument: object, count: int) -> tuple[int, ...]:
     """An argument with one entry for each spatial dim; one given entry holds for all dims."""
     listed = tuple(argument) if isinstance(argument, (tuple, list)) else (argument,)
     return listed * count if len(listed) == 1 else listed
