@@ -76,7 +76,7 @@ class Autocast:
     def within(self, device_type: str, dtype: torch.dtype | None, enabled: bool) -> Autocast:
         """The state inside a region ``torch.autocast(device_type, dtype, enabled)``. Its ``cache_enabled`` is not
         known: torch.export turns the cache off while it traces."""
-        dtypes = {name: own for name, own in self.dtypes if name != device_type}
+        dtypes = {name: other for name, other in self.dtypes if name != device_type}
         if enabled:
             dtypes[device_type] = dtype or torch.get_autocast_dtype(device_type)
         return Autocast(tuple(sorted(dtypes.items(), key=str)), self.shares)

@@ -427,8 +427,8 @@ class Monitor:
             self._since = now  # the first step included planning, which counts in no rate
         else:
             self._steps += 1
-            for noun, own in (("samples", samples), ("tokens", tokens)):
-                count = self._always[noun] if own is None else own
+            for noun, of_step in (("samples", samples), ("tokens", tokens)):
+                count = self._always[noun] if of_step is None else of_step
                 if count is not None:
                     self._done[noun] = self._done.get(noun, 0.0) + count
             if measured is not None:

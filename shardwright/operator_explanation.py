@@ -417,10 +417,10 @@ class _Neighbourhood:
         options = self.made.options[self.name]
         whole = marginals(self.problem, self.node)
         forms = self._forms(options, whole.costs)
-        own = options.index(self.chosen[self.name])
-        forms.pop(self._form(options[own]))
+        chosen_index = options.index(self.chosen[self.name])
+        forms.pop(self._form(options[chosen_index]))
         firsts = [states[0] for states in forms.values()][:count]
-        least, bound, totals, cost = float(whole.costs[own]), self.bound, whole.costs, self.cost
+        least, bound, totals, cost = float(whole.costs[chosen_index]), self.bound, whole.costs, self.cost
         if self.plan.found is not None and self.proved is not None:
             cost = min(cost, self.plan.found.cost)  # the program may cost less than the cost graph says
         if not whole.exact:  # bounds of the problem around one operator, which the bound of the whole raises
@@ -454,7 +454,7 @@ class _Neighbourhood:
         forms = {form: [options[s] for s in states] for form, states in self._forms(options, whole.costs).items()}
         mine = forms.pop(self._form(self.chosen[self.name]))
         searched = found is not None and found.limit == limit and found.bound is not None
-        own = within.aside(mine) if searched else within.priced(mine)
+        chosen_price = within.aside(mine) if searched else within.priced(mine)
         fitting, refused = self._tried(
             within, forms.values(), lambda s: float(whole.costs[options.index(s)]), count, cost
         )
@@ -462,7 +462,9 @@ class _Neighbourhood:
         alone = lambda a: np.inf if a.aside is None else a.aside
         first = min((*fitting, *refused), key=alone, default=None)
         unlimited = (
-            first if first is not None and first.over is not None and alone(first) < own.aside * (1 - LESS) else None
+            first
+            if first is not None and first.over is not None and alone(first) < chosen_price.aside * (1 - LESS)
+            else None
         )
         fitting = fitting[:count]
         most = fitting[-1].total if len(fitting) == count else np.inf
@@ -472,7 +474,7 @@ class _Neighbourhood:
             self.plan.decisions[self.name],
             shares,
             cost,
-            cost if searched else own.total,
+            cost if searched else chosen_price.total,
             shown,
             len(options),
             True,
@@ -583,8 +585,8 @@ class _Neighbourhood:
     def _holder(self, states: tuple[int, ...]) -> Holder:
         """The value whose cost rises most from the plan's states to these."""
         before, after = self.states, states
-        own = float(self.problem.costs[self.node][after[self.node]] - self.problem.costs[self.node][before[self.node]])
-        rises: dict[str, float] = {"": own}
+        costs = self.problem.costs[self.node]
+        rises: dict[str, float] = {"": float(costs[after[self.node]] - costs[before[self.node]])}
         ends: dict[tuple[str, str], float] = {}
         for (i, j), table in self.problem.edges.items():
             if (before[i], before[j]) == (after[i], after[j]):

@@ -360,8 +360,10 @@ def make_pipeline(
         more: dict[str, Any] = dict(stored=stored, used=used, whole=whole, searcher=searcher, automatic=automatic)
 
         def stored_by(storage: OptimizerParallel | None) -> PipelinePlan:
-            own = replace(settings, hsdp=storage, memory=settings.memory if chooses else None)
-            return make_pipeline(graph, wide, devices, own, modules, splits, earlier=earlier, prices=prices, **more)
+            stored_settings = replace(settings, hsdp=storage, memory=settings.memory if chooses else None)
+            return make_pipeline(
+                graph, wide, devices, stored_settings, modules, splits, earlier=earlier, prices=prices, **more
+            )
 
         if limit is None and chooses:
             limit = cluster.memory
@@ -440,7 +442,7 @@ def make_pipeline(
             for all_ in (stored, used)
         ]
         follows = parallel_mode != "sharding_propagation" or not marked or any(op.mark for op in part.ops)
-        own = replace(
+        stage_settings = replace(
             settings,
             parallel_mode=mode if follows else "semi_auto",
             strategies=None if lines is None else lines[number],
@@ -448,7 +450,7 @@ def make_pipeline(
         return make_plan(
             part,
             size,
-            own,
+            stage_settings,
             stored=mine[0],
             used=mine[1],
             whole=whole,

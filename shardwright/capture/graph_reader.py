@@ -502,12 +502,13 @@ class GraphReader(InPlaceReader):
                 legal="shard() on each operator by itself" + (": " + ", ".join(single)) * bool(single),
             )
         op, places = self.ops[inside[0]], self.places[inside[0]]
-        own = list(self.parameters)  # the weights of a module come after its inputs, in the order of the module
+        # The weights of a module come after its inputs, in the order of the module.
+        parameter_place = {name: place for place, name in enumerate(self.parameters)}
         names = [self.uncast.get(v.name, v).name for v in op.inputs]
         order = tuple(
             sorted(
                 range(len(names)),
-                key=lambda i: (places.get(i, len(names)), own.index(names[i]) if names[i] in own else len(own), i),
+                key=lambda i: (places.get(i, len(names)), parameter_place.get(names[i], len(parameter_place)), i),
             )
         )
         path = op.name

@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from ..json_files.json_values import JsonObject
+from ..json_files.json_reader import JsonObject
 from .digests import digest
 from .manifest import (
     MANIFEST,

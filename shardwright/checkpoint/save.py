@@ -37,7 +37,8 @@ from torch import Tensor, nn
 
 from ..accelerators import current_stream, event, host_memory, is_accelerator, side_stream, within
 from ..errors import CheckpointError
-from ..json_files.json_values import JsonObject, encode
+from ..json_files.json_reader import JsonObject
+from ..json_files.json_values import encode
 from ..launch.progress import Work
 from ..runtime.distributed.rank_messages import ranks_of_now
 from ..runtime.optimizer_guard import before_next_step, says_when_it_steps

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import ShardwrightError
-from ..json_files.json_values import JsonObject
+from ..json_files.json_reader import JsonObject
 from .command_line import (
     Nothing,
     add_import_option,

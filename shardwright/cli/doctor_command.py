@@ -35,7 +35,7 @@ from importlib import metadata
 from typing import Any
 
 from ..errors import SettingError
-from ..json_files.json_values import JsonObject
+from ..json_files.json_reader import JsonObject
 from ..launch.environment import LOOPBACK, PORT, RankInRun, find, leading_to, remark, token_of
 from ..launch.run_settings import bound, check_port
 from .command_line import add_json_option, print_json

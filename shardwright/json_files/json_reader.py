@@ -26,16 +26,16 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from ..errors import ShardwrightError, did_you_mean, shown
 from ..garbage_collection import gc_paused
-from .json_values import JsonObject
 
 __all__ = [
     "DEPTH",
     "DIGITS",
     "MIB",
+    "JsonObject",
     "check_fields",
     "field_line",
     "kind_of",
@@ -45,6 +45,9 @@ __all__ = [
     "short",
     "step",
 ]
+
+#: An object of JSON: its values are of any kind, and their reader tests each.
+JsonObject: TypeAlias = dict[str, Any]
 
 #: Objects and lists within one another, at most.
 DEPTH = 100

@@ -21,17 +21,14 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 
 from ..errors import ShardwrightError, shown
 
-__all__ = ["JsonObject", "decode", "dtype_name", "dtype_named", "dumps", "encode", "is_shape", "loads", "write_text"]
-
-#: An object of JSON: its values are of any kind, and their reader tests each.
-JsonObject: TypeAlias = dict[str, Any]
+__all__ = ["decode", "dtype_name", "dtype_named", "dumps", "encode", "is_shape", "loads", "write_text"]
 
 _LEAVES = frozenset((bool, int, str, type(None)))
 _PLAIN = _LEAVES | {float}

@@ -353,7 +353,7 @@ class AutoParallel(ProgramCache, nn.Module):
 
     def _with_global_hooks(self, *args: object, **kwargs: object) -> object:
         if self.loss_fn is None:
-            return hooked(self.net, self.forward, args, kwargs, forward=True, own=False, everyones=True)
+            return hooked(self.net, self.forward, args, kwargs, forward=True, hooks_of_net=False, everyones=True)
         return self.forward(*args, **kwargs)
 
     @signed_as_net

@@ -24,14 +24,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..errors import MissingRuleError, SettingError, ShardwrightError
 from ..graph import Graph, Op, Recompute, Value, changed, form_of, leaves_of_type, types_of
 from ..identity_tables import IdentityCache
-from ..json_files.json_values import JsonObject
+from ..json_files.json_reader import JsonObject
 from ..layout import Digit, Digits, Layout, digits_size
 from ..mixed_precision import narrowed_to
 from ..redistribution import Redistribution
@@ -620,9 +620,8 @@ class PortableDecisions:
             partial = None if entry["partial"] is None else _digits(entry["partial"])
             return _Operator(**{**entry, "digits": digits, "out": out, "partial": partial, "recompute": recompute})
 
-        hsdp = None if encoded["hsdp"] is None else dict(encoded["hsdp"])
-        if hsdp is not None:
-            hsdp |= {name: frozenset(hsdp[name]) for name in ("whole", "kept")}
+        if (hsdp := encoded["hsdp"]) is not None:
+            hsdp = {**hsdp, **{name: frozenset(hsdp[name]) for name in ("whole", "kept")}}
         return cls(
             {name: operator(entry) for name, entry in encoded["operators"].items()},
             encoded["carries"],

@@ -147,14 +147,14 @@ def planned_stages(
             ]
             for name in part.sent
         }
-        own = _feeding(part, input_placement[size], len(inputs), stages, size)
+        feeding = _feeding(part, input_placement[size], len(inputs), stages, size)
         sent_shares = {f"{name}.sent": max(neighbours(size, n) for n in targets[name]) for name in part.sent}
-        plan = planner(part.graph, size, replace(own, sends_to_next_stage=sent_shares), number)
+        plan = planner(part.graph, size, replace(feeding, sends_to_next_stage=sent_shares), number)
         counts = None
         if counting is not None and any(s.kind == "input" and s.index >= len(inputs) for s in part.sources):
             names = [v.name for v in inputs]
             layouts = tuple(input_placement[size].inputs[names.index(v.name)] for v in counting.inputs)
-            counts = planner(counting, size, InputPlacement(layouts, own.per_rank_batch), -1)
+            counts = planner(counting, size, InputPlacement(layouts, feeding.per_rank_batch), -1)
         stages.append(Stage(number, plan, firsts[placement[number]], part.sources, part.results, part.sent, counts))
     return tuple(stages)
 

@@ -278,8 +278,10 @@ class MicrobatchRewriter:
         kind = image(bound, bound.outputs[0], place) if place is not None else None
         if place is None or kind is None or any(place[0] in dim for dims in bound.inputs[1:] for dim in dims):
             raise self.error(op, "it has a channel for each row")
-        own = NotSeparable(self.error(op, "its running statistics are those of each micro-batch in turn"))
-        return op, [kind, *[own] * (len(bound.outputs) - 1)]
+        running_statistics = NotSeparable(
+            self.error(op, "its running statistics are those of each micro-batch in turn")
+        )
+        return op, [kind, *[running_statistics] * (len(bound.outputs) - 1)]
 
     def _of_nothing(self, op: Op, wide_op: Op) -> list[Kind]:
         """The kinds of the outputs where no input depends on the batch: "same", unless an argument gives a dim

@@ -333,8 +333,8 @@ class PipelinePlan(SavedPlan):
     @property
     def notes(self) -> tuple[str, ...]:
         """Limitations that a user would not expect, a line each."""
-        own = tuple(f"stage {stage.number}: {note}" for stage in self.stages for note in stage.plan.notes)
-        return self.notes_of_its_own + own
+        notes_of_stages = tuple(f"stage {stage.number}: {note}" for stage in self.stages for note in stage.plan.notes)
+        return self.notes_of_its_own + notes_of_stages
 
     def of_rank(self, rank: int) -> tuple[Stage, ...]:
         """The stages that run on a rank.
@@ -606,12 +606,12 @@ def _bytes_of_stage(plan: Plan, together: bool) -> tuple[float, float, tuple[lis
     stands = lambda h: (
         h.what in ("parameters", "gradients", "optimizer") or (together and h.what == "gathered" and crosses(h))
     )
-    own = replace(line, allocations=tuple(h for h in line.allocations if not stands(h)))
-    totals = own.totals()
+    not_crossing = replace(line, allocations=tuple(h for h in line.allocations if not stands(h)))
+    totals = not_crossing.totals()
     accumulated = sum(plan.accumulated.values()) if together else 0
     return (
         sum(h.bytes for h in line.allocations if stands(h)) + accumulated,
-        sum(h.bytes for h in own.allocations if crosses(h)),
+        sum(h.bytes for h in not_crossing.allocations if crosses(h)),
         (totals[: line.forward], totals[line.forward :]),
     )
 
@@ -631,8 +631,8 @@ def _of_stages(plan: PipelinePlan, beside: bool, steps: Mapping[int, StepsOfStag
         begin, end = one.forward - forward, one.backward - backward
         if beside:
             # The messages of a whole step make its first forward and its last backward longer.
-            own, once = steps.get(stage.number) or (stage.plan.stage_in_time, stage.plan.stage_in_time_once)
-            forward, backward = own.forward, own.total - own.forward
+            in_time, once = steps.get(stage.number) or (stage.plan.stage_in_time, stage.plan.stage_in_time_once)
+            forward, backward = in_time.forward, in_time.total - in_time.forward
             begin, end = once.forward - forward, once.total - once.forward - backward
         if plan.schedule.placement.count(plan.schedule.placement[stage.number]) > 1:
             fixed += stage.plan.stage_schedule.carried_bytes  # under way while another stage of the group works

@@ -182,11 +182,11 @@ def stands(cluster: Cluster, first: int, devices: int) -> bool:
 class _Priced(NamedTuple):
     """Prices of all units, without and, where requested, with recomputation.
 
-    `own` is True where the plan was searched for this number of rows.
+    `at_these_rows` is True where the plan was searched for this number of rows.
     """
 
     plan: Plan
-    own: bool
+    at_these_rows: bool
     prices: list[UnitPrices]
 
 
@@ -302,19 +302,19 @@ class StageSearch:
 
     # -- prices --------------------------------------------------------------------------------------------------------
 
-    def price(self, pair: Pair, own: bool = False) -> None:
+    def price(self, pair: Pair, at_these_rows: bool = False) -> None:
         """Price the units for a pair, and cut.
 
         Args:
-            own: True: by a plan searched for this number of rows; False: by the plan of another number of
+            at_these_rows: True: by a plan searched for this number of rows; False: by the plan of another number of
                 micro-batches, where one is valid here too.
         """
         devices, count = pair
         try:
-            if own or pair not in self.priced:
+            if at_these_rows or pair not in self.priced:
                 graph = self.on_rows(self.batch // count)
                 input_placement = place_inputs(graph, devices, self.dataset)
-                plan = None if own else self.taken_over(graph, devices, input_placement)
+                plan = None if at_these_rows else self.taken_over(graph, devices, input_placement)
                 searched = self.planner(graph, devices, input_placement) if plan is None else plan
                 self.priced[pair] = _Priced(searched, plan is None, [unit_prices(searched, self.units, self.cluster)])
             self.equal[pair] = self.cut_equally(pair, math.inf)
@@ -337,7 +337,7 @@ class StageSearch:
         """A plan of the graph with the decisions of a plan for another number of rows; None where none is valid."""
         for pair in sorted(self.priced):
             known = self.priced[pair]
-            if pair[0] == devices and known.own:
+            if pair[0] == devices and known.at_these_rows:
                 portable = PortableDecisions.of(Decisions(known.plan.decisions, known.plan.batch_dims))
                 decisions = portable.onto(graph, devices, on_missing_rule="replicate").decisions
                 if all(
@@ -366,9 +366,9 @@ class StageSearch:
         """Price the best pair by its own plan, until the best pair is so priced."""
         while True:
             found = [(balanced.seconds, pair) for pair, balanced in self.equal.items() if balanced is not None]
-            if not found or self.priced[best := min(found)[1]].own:
+            if not found or self.priced[best := min(found)[1]].at_these_rows:
                 return
-            self.price(best, own=True)
+            self.price(best, at_these_rows=True)
 
     def cut_unequally(self, count: int) -> None:
         """Cut into stages of unequal numbers of devices, and keep the cut where it is better than all known ones."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..cluster import Cluster
 from ..errors import ShardwrightError
 from ..graph import Graph, Op, types_of
-from ..json_files.json_values import JsonObject
+from ..json_files.json_reader import JsonObject
 from ..layout import Layout
 from ..partition.hybrid_parallel import place_whole_inputs
 from ..partition.local_program import Decision, InputPlacement, place_inputs
@@ -358,10 +358,10 @@ def _fits(word: str, alone: Graph, stage: Stage) -> bool:
         input_placement: InputPlacement = place_inputs(alone, stage.devices, word)
     except ShardwrightError:  # a batch that does not divide
         return False
-    own = stage.plan.input_placement
-    return input_placement.per_rank_batch == own.per_rank_batch and all(
+    placement = stage.plan.input_placement
+    return input_placement.per_rank_batch == placement.per_rank_batch and all(
         input_placement.inputs[source.index] == layout
-        for source, layout in zip(stage.sources, own.inputs)
+        for source, layout in zip(stage.sources, placement.inputs)
         if source.kind == "input" and source.index < len(alone.inputs)
     )
 

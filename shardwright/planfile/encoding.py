@@ -42,8 +42,7 @@ from ..autocast import Autocast, UnderAutocast, under
 from ..capture.regions import Applied
 from ..errors import LayoutError, PlanError, ShardwrightError, StrategyError, shown
 from ..graph import Graph, Master, Op, Pieces, Recompute, Value, values_in
-from ..json_files.json_reader import MIB, parse
-from ..json_files.json_values import JsonObject
+from ..json_files.json_reader import MIB, JsonObject, parse
 from ..layout import Digit, Digits, Layout, beside, merge
 from ..rules import Assignment, Bound, assignment_of
 from ..torch_private import OpOverload, pytree

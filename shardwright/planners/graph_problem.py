@@ -438,15 +438,15 @@ class _Builder:
         asked = [self._input_uses(consumer, i) for consumer, i in consumers]
         shared = self._shared_value(value, output_layouts, [uses for uses, _ in asked], ends)
         states = self.shares[value.name] = shared.states
-        own = self.shared[value.name] = self._node(f"%{value.name}", np.zeros(len(states)))
+        shared_node = self.shared[value.name] = self._node(f"%{value.name}", np.zeros(len(states)))
         firsts = self.once("producer", (shared,), shared.producer_costs)
-        self._edge(node, own, self._spread(firsts, which, None))
+        self._edge(node, shared_node, self._spread(firsts, which, None))
         for (consumer, _i), (uses, taken) in zip(consumers, asked):
             read = self._with_gradient(value, consumer)
             table = self.once(
                 ("consumer", read.requires_grad), (shared, uses), lambda: shared.consumer_costs(read, uses)
             )
-            self._later(consumer, own, self._spread(table, None, taken))
+            self._later(consumer, shared_node, self._spread(table, None, taken))
 
     def _shared_value(
         self, value: Value, output_layouts: tuple[Layout, ...], asked: Sequence[tuple[Uses, ...]], ends: Uses

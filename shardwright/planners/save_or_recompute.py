@@ -20,10 +20,10 @@ of a recomputed operator have to be saved, or recomputed in the same segment of 
 The file has two parts:
 
 1. `OperatorMemory`: bytes that a graph's operators consume, produce and save, by strategy. `output_bytes` are those of
-   an output, its sum completed; `input_bytes` those of an input as its consumer has it; `own` the saved tensors that
-   are neither; `inside` as in `operator_workspace`. The backward's inputs and outputs are those of an operator's first
-   strategy; `needs_input` and `needs_output` say where another strategy differs. Operators of equal costs (`op_cost`)
-   share one result.
+   an output, its sum completed; `input_bytes` those of an input as its consumer has it; `internal` those of the saved
+   tensors that are neither; `inside` as in `operator_workspace`. The backward's inputs and outputs are those of an
+   operator's first strategy; `needs_input` and `needs_output` say where another strategy differs. Operators of equal
+   costs (`op_cost`) share one result.
 2. `RematStates`: the nodes and the edges between them.
 
 `memory_problem` lays these bytes over the moments of a step.

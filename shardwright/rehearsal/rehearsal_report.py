@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from rich.table import Table
 from rich.text import Text
 
-from ..json_files.json_values import JsonObject
+from ..json_files.json_reader import JsonObject
 from ..report.console_tables import console_of, show, table
 from ..report.format import size_text, time_text
 from ..report.operator_names import OperatorNames

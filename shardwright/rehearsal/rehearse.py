@@ -165,8 +165,8 @@ class OperatorClock:
         seconds = time.perf_counter() - start
         out: dict[tuple[str, str], float] = {}
         for span in _all(self._spans):
-            own = self._seconds(span) - sum(map(self._seconds, span.inside))
-            out[span.operator, span.half] = out.get((span.operator, span.half), 0.0) + max(0.0, own)
+            alone = self._seconds(span) - sum(map(self._seconds, span.inside))
+            out[span.operator, span.half] = out.get((span.operator, span.half), 0.0) + max(0.0, alone)
         self._spans.clear()
         return seconds, out
 

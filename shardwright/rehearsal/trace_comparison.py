@@ -35,7 +35,7 @@ from ..cluster import Cluster
 from ..cost.communication_schedule import Fusion
 from ..errors import PlanError, SettingError
 from ..identity_tables import IdentityMap
-from ..json_files.json_values import JsonObject
+from ..json_files.json_reader import JsonObject
 from ..partition.local_program import GlobalExtreme, LocalOp, Redistribute
 from ..partition.rematerialization import RecomputedInstruction, Regather
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, moments

@@ -50,7 +50,9 @@ class _Alone(_Neighbourhood):
 
     def _cost_graph(self, searches: SearchesOfPlan) -> CostGraph:
         options = self.search.options([self.decisions])
-        unchanged = {name: (own,) for name, own in self.chosen.items() if name != self.name and own in options[name]}
+        unchanged = {
+            name: (choice,) for name, choice in self.chosen.items() if name != self.name and choice in options[name]
+        }
         return self.search.cost_graph(options | unchanged, [self.decisions])
 
     def cheapest(self, count: int) -> tuple[Alternative, ...]:

@@ -123,8 +123,8 @@ class Compilation:
         if more and self.backend == "inductor":
             from ..torch_private import options_of_mode  # noqa: PLC0415  loads the compiler
 
-            own = self.options if self.mode is None else options_of_mode(self.mode)
-            arguments = {"backend": "inductor", "dynamic": False, "options": {**more, **own}}
+            of_mode = self.options if self.mode is None else options_of_mode(self.mode)
+            arguments = {"backend": "inductor", "dynamic": False, "options": {**more, **of_mode}}
         return torch.compile(program, **arguments)
 
 

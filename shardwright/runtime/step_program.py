@@ -86,9 +86,9 @@ class StepProgram:
         #: For each input, the number of ranks whose own losses share its gradient.
         self._input_parts: list[int] = []
         if mean:
-            own = plan.devices if plan.own is not None else 1
+            stacked = plan.devices if plan.own is not None else 1
             self._input_parts = [
-                layout.cuts[0] if own == 1 and layout.dims else own for layout in plan.input_placement.inputs
+                layout.cuts[0] if stacked == 1 and layout.dims else stacked for layout in plan.input_placement.inputs
             ]
         if plan.own is not None:
             self._handings = handings(plan, sharded is not None, mean)

@@ -233,12 +233,12 @@ def _out_of_sight(handle: Callable[..., object]) -> Callable[..., Any]:
 @functools.cache
 def _watching() -> type:
     """The class of modes of `called_above_autograd`. Above autograd torch takes its own modes and their subclasses."""
-    own: Any = version_lookup.required(
+    base: Any = version_lookup.required(
         "torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode", "a captured model at other sizes"
     )
     plain: Any = version_lookup.name_of_torch("TorchDispatchMode")
 
-    class Watching(own):
+    class Watching(base):
         __enter__, __exit__ = plain.__enter__, plain.__exit__
 
         def __init__(self, handle: Callable[..., object]) -> None:

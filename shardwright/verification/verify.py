@@ -369,11 +369,11 @@ class _Verification:
         allowed = Allowed(plan.graph, dtype, self.tolerances, self.steps)
         losses = Worst(math.inf, self.tolerances[dtype])
         if len(plain.results) == len(parallel.results):
-            own, reference = (
+            single, reference = (
                 {f"{step}.{i}": x for step, results in enumerate(run.results) for i, x in enumerate(results)}
                 for run in (plain, parallel)
             )
-            losses = worst(own, reference, lambda name: allowed.result(int(name.rpartition(".")[2])), allowed)
+            losses = worst(single, reference, lambda name: allowed.result(int(name.rpartition(".")[2])), allowed)
         gradients = worst(plain.gradients, parallel.gradients, allowed.of_parameter, allowed, FLOOR)
         parameters = max(
             (

@@ -113,12 +113,12 @@ def to_dtensor(local: Tensor, layout: Layout, shape: tuple[int, ...], groups: Pr
     for digit, _ in digits:  # mesh[c0, c1, …] = Σ c_i · stride_i: digits of one dim keep their order
         ranks = ranks.unsqueeze(-1) + torch.arange(digit.size, dtype=torch.int, device="cpu") * digit.stride
     names = tuple(f"{digit}{later}" for digit, _ in digits)
-    own = [groups.of((digit,)) for digit, _ in digits]
+    process_groups = [groups.of((digit,)) for digit, _ in digits]
     kind = local.device.type
     mesh = (
-        DeviceMesh.from_group(own[0], kind, mesh_dim_names=names)
-        if len(own) == 1
-        else DeviceMesh.from_group(own, kind, mesh=ranks, mesh_dim_names=names)
+        DeviceMesh.from_group(process_groups[0], kind, mesh_dim_names=names)
+        if len(process_groups) == 1
+        else DeviceMesh.from_group(process_groups, kind, mesh=ranks, mesh_dim_names=names)
     )
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(

@@ -143,13 +143,13 @@ class _State(dict[str, object]):
 
     def __init__(self, state: Any, parameter: Tensor, seen: Callable[[object, object], Any]) -> None:
         super().__init__({name: seen(value, None) for name, value in state.get(parameter, {}).items()})
-        self._own, self._parameter, self._seen = state, parameter, seen
+        self._stored, self._parameter, self._seen = state, parameter, seen
 
     def __setitem__(self, name: str, value: Any) -> None:
         known = name in self and self[name] is value
         super().__setitem__(name, value)
         if not known:
-            self._own[self._parameter][name] = self._as_stored(name, value)
+            self._stored[self._parameter][name] = self._as_stored(name, value)
 
     def setdefault(self, name: str, default: object = None) -> Any:
         if name not in self:

@@ -183,5 +183,7 @@ class ShardedState:
                     f"the parameter {name!r} is another one than at the first call",
                     legal="changes of its values, or a new AutoParallel of the changed model",
                 )
-        own = {name: leaf_of_slice(parameter) for name, parameter in parameters.items() if is_own(parameter)}
-        return sums.leaves({name: parameter for name, parameter in parameters.items() if name not in own}) | own
+        per_rank = {name: leaf_of_slice(parameter) for name, parameter in parameters.items() if is_own(parameter)}
+        return (
+            sums.leaves({name: parameter for name, parameter in parameters.items() if name not in per_rank}) | per_rank
+        )

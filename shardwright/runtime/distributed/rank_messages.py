@@ -28,7 +28,8 @@ from torch import Tensor
 
 from ... import errors
 from ...errors import CheckpointError, ShardwrightError
-from ...json_files.json_values import JsonObject, dumps, loads
+from ...json_files.json_reader import JsonObject
+from ...json_files.json_values import dumps, loads
 from ...process_runtime import current
 from ...redistribution.collective_kinds import CollectiveKind
 from .shared_memory import HostMemory, sharing

@@ -56,7 +56,7 @@ import torch
 
 from ...accelerators import event, is_accelerator, is_recording_graph
 from ...errors import PACKAGE_FOLDER
-from ...json_files.json_values import JsonObject
+from ...json_files.json_reader import JsonObject
 
 __all__ = [
     "DeviceTimes",
