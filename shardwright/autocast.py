@@ -144,13 +144,13 @@ class UnderAutocast:
         self.__name__ = getattr(packet, "__name__", type(operator).__name__)
         self.__qualname__, self.__module__ = getattr(packet, "__qualname__", self.__name__), __name__
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         with contextlib.ExitStack() as stack:
             for name, dtype in self.state.dtypes:
                 stack.enter_context(torch.autocast(name, dtype, True, self.state.shares))
             return self.operator(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name in ("operator", "state") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.operator, name)

@@ -295,7 +295,7 @@ def casts(policy: MixedPrecision | None, net: nn.Module) -> Iterator[None]:
 
 def one_device(
     policy: MixedPrecision | None, net: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> Any:
+) -> object:
     """The result of a model on one device under a policy, in plain PyTorch. Its parameters get gradients in their own
     dtype."""
     if policy is None:

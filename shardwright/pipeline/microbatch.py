@@ -40,7 +40,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -104,9 +103,8 @@ class MicrobatchRewriter:
         self.counting: list[Op] = []
         self.totals: dict[str, tuple[Value, Value]] = {}
         self.free: set[str] = set()  # values that depend on inputs alone
-        self.known_calls: dict[
-            Any, list[Kind]
-        ] = {}  # form of a call that reads rows of the batch -> kinds of its outputs
+        # Form of a call that reads rows of the batch -> kinds of its outputs.
+        self.known_calls: dict[object, list[Kind]] = {}
         self.in_turn = _statistics(graph)
         self.names = {v.name for op in graph.ops for v in op.outputs if v is not None} | set(graph.constants)
         self.names |= {op.name for op in graph.ops} | {v.name for v in graph.sources()}

@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..capture.annotations import PipelineSettings
 from ..errors import PlanError, SettingError
@@ -503,7 +503,7 @@ class _Forms:
             region,
         )
 
-    def leaf(self, leaf: object, unit: int, seen: dict[str, int]) -> Any:
+    def leaf(self, leaf: object, unit: int, seen: dict[str, int]) -> object:
         if not isinstance(leaf, Value):
             return repr(leaf)
         kind = (leaf.shape, leaf.dtype, leaf.requires_grad)

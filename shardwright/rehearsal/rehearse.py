@@ -106,7 +106,7 @@ class OperatorClock:
         """The function of a local operator, which measures itself."""
         target, operator = PLAIN.get(instruction.target, instruction.target), instruction.operator
 
-        def call(*args: object, **kwargs: object) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             if not self.runs:
                 return target(*args, **kwargs)
             span = self._begin(operator, "forward" if backward_number() == -1 else "backward")
