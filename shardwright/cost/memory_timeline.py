@@ -21,6 +21,9 @@ memory of collectives and waste of the allocator are not counted.
 
 `LiveRanges` of `partition/rematerialization.py` gives the live ranges of the forward alone; this file adds the
 backward, recomputation and bytes.
+
+Example: y = relu(x @ w), three instructions with the loss. The product is held from moment 0 to 1, where relu consumes
+it; y, which relu's backward needs, from moment 1 to moment 4, the backward of relu.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@
    its scores, unlike on any real device. Calls of one operator with equal arguments on equal tensors are answered
    once (`AutogradCall`).
 
-2. Gathered weights (`regathered_weights`): a gathered weight that is not saved for the backward is gathered again for
-   its
-   first consumer in the backward: the last operator, in program order, that saves the weight or a view of it.
+2. Gathered weights (`regathered_weights`): a gathered weight that is not saved is gathered again for its first consumer
+   in the backward: the last operator, in program order, that saves the weight or a view of it.
 
 3. Live ranges (`LiveRanges`, `waiting`):
 
@@ -22,7 +21,7 @@
 
     a region      the instructions of one recomputed call, including the redistributions of its operators
     dropped       tensors that some backward needs and an instruction of the region produces
-    again         the instructions of the region that recompute the dropped tensors
+    recompute set the instructions of the region that recompute the dropped tensors
     inputs        tensors that these consume and do not produce: they are saved
 
 An instruction of a region runs again only where some backward needs it, so a collective whose result nobody saves is

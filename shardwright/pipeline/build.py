@@ -6,6 +6,9 @@
     inputs of a micro-batch     B/m of the B rows of each input that has as many rows as the first one (`micro_calls`)
 
 Equal stages are planned once (`PlanCache`): the decisions of one hold for the others, in the same places.
+
+Example: 8 devices and 2 groups: stage 0 has the ranks 0 to 3, stage 1 the ranks 4 to 7. With 4 micro-batches of a batch
+of 32 rows, each stage is planned for 8 rows on 4 devices.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@
 3. The timeline (`timeline_of`): a step in time. A stage's forward and backward take the seconds that one more
    micro-batch adds to the stage's price; the rest of the price is spent once a step. A transfer takes as long as the
    slowest of the ranks that send, each over its own links.
+
+Example: 8 devices in 2 groups: rank 2 of stage 1 is rank 4 + 2 = 6 of the world.
 """
 
 from __future__ import annotations

@@ -18,6 +18,9 @@ or a constant.
 
 `CostGraph` is the problem with the meaning of its nodes, and `cost_graph` builds it. `plan_search` has the way from a
 solution to a plan; `memory_problem` adds memory to a `CostGraph`.
+
+Example: h = x @ w and y = relu(h) are a node each, and one edge between them, since h has one consumer. Where two
+operators consume h, h has a node too, and an edge to each of the three operators.
 """
 
 from __future__ import annotations

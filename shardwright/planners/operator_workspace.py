@@ -3,6 +3,9 @@
 The forward counts values inside the operator from their production to their last use; the backward counts their
 gradients, from the backward of the consumer to that of the producer. The operator's program is taken alone: an input is
 released after its last use, a saved tensor after the backward that uses it.
+
+Example: a softmax over a cut dim is a maximum, a difference, an exponential, a sum and a quotient. While the difference
+is computed, its result lies beside the input; once the exponential has consumed it, it is released.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@
 
 The cost graph has one strategy for each other operator, so it takes a second for a plan of 2,000 operators. `explained`
 of `operator_explanation` lets the others choose anew, which is a search.
+
+Example: the plan costs 10 ms. With the operator cut along its rows, and all others as they are, it costs 10.4 ms:
+alone = 0.4 ms.
 """
 
 from __future__ import annotations

@@ -17,6 +17,9 @@
    A batch norm in training normalizes by the whole batch, as on one device. Its running statistics are replicas: where
    the channels are cut, each rank computes the new values of its own channels, and these are gathered. The backward of
    all but rms is one sum over the ranks: of the gradients of mean and variance together.
+
+Example: the parts (1, 3) and (5, 7) have the means 2 and 6 and the variances 1 and 1. Together: mean 4, and variance
+((1 + 4) + (1 + 4)) / 2 = 5.
 """
 
 from __future__ import annotations

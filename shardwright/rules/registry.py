@@ -7,6 +7,9 @@
 2. `expand` with a `Builder` expands an operator into simpler ones, where its cut needs more than a run on slices. A
    softmax whose dim is cut is a maximum, a difference, an exponential, a sum and a quotient. Each of these has a rule
    of its own, from which the reductions over ranks, their transposes and their costs follow.
+
+Example: softmax of [8, 16] with dim 1 cut in 4. A rank has [8, 4]; the maximum and the sum are each completed over 4
+ranks, as 8 numbers.
 """
 
 from __future__ import annotations

@@ -41,6 +41,9 @@
    dim may be cut between stretches in two cases: nearest neighbours stay within their stretch (where a/b is a power
    of two, so that positions are exact), and a dim that keeps its size is not changed. Every other interpolation reads
    neighbours, and its spatial dims stay whole.
+
+Example: a kernel of 3 with padding 1 and stride 1 over 8 elements cut in 2. Rank 0 has 0 to 3 and needs element 4 too:
+a halo of one element, and zeros at its border.
 """
 
 from __future__ import annotations

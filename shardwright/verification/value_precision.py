@@ -7,6 +7,9 @@
 
 A float64 value that was computed through a float32 operator is a float32 number: two runs that add in another order
 differ by float32's rounding. Integers and booleans carry no rounding.
+
+Example: y = (x.float() @ w).double() with x in float64 and w in float32: y has the precision of float32, and so has
+everything computed from y.
 """
 
 from __future__ import annotations
