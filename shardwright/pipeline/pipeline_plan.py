@@ -42,8 +42,8 @@ from ..sharded_plan import (
     forward_collectives,
     short_hash,
 )
+from .schedule_simulation import Profile, Simulation, simulate
 from .schedules import Schedule, forward_only, schedule
-from .simulate import Profile, Simulation, simulate
 from .stages import PipelineSearchResult, PricedPipeline, StageInput
 
 __all__ = [

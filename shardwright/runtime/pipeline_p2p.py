@@ -68,7 +68,7 @@ from ..torch_private import number_of_groups
 from .compilation import Compilation
 from .device_seed import NO_SEED, trace_random_numbers
 from .distributed.collectives import carried
-from .distributed.gradients import of_stage
+from .distributed.gradient_tensors import of_stage
 from .distributed.parameters import ParameterPlacement, ShardedState
 from .distributed.process_groups import ProcessGroups, groups_of_world
 from .distributed.rank_executor import RankExecutor

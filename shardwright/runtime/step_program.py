@@ -224,7 +224,7 @@ def _on_processes(
 ) -> StepProgram:
     # DTensor and the rest take a second to import: a program that runs in one process does without.
     from .distributed.agreement import counted  # noqa: PLC0415  processes alone use it
-    from .distributed.buckets import GradientSums  # noqa: PLC0415  imports DTensor
+    from .distributed.gradient_sums import GradientSums  # noqa: PLC0415  imports DTensor
     from .distributed.parameters import ParameterPlacement as Place, ShardedState  # noqa: PLC0415  imports DTensor
     from .distributed.process_groups import ProcessGroups  # noqa: PLC0415  processes alone use it
     from .distributed.rank_executor import RankExecutor as ProcessProgram  # noqa: PLC0415  processes alone use it

@@ -378,7 +378,7 @@ BY_ID = {
     "identity_tables.py": "its tables own what they key",
     "verification/verify.py": "the memo of `copy.deepcopy`",
     "parallel/model_copies.py": "likewise",
-    "runtime/distributed/gradients.py": "likewise",
+    "runtime/distributed/gradient_tensors.py": "likewise",
     "runtime/replaced_parameters.py": "likewise",
     "autocast.py": "tells the tensors of one call apart, which all live",
     "capture/annotations.py": "the memo of `copy.deepcopy`",

@@ -32,7 +32,7 @@ from ...errors import SettingError
 from ...torch_private import DisableTorchFunctionSubclass, dtensor_handlers, local_tensor, operators, spec_of
 from .dtensors import gathered_as, padded_slice
 from .gradient_edits import part_of
-from .gradients import Gradient, is_of_stage
+from .gradient_tensors import Gradient, is_of_stage
 
 __all__ = ["stand_in"]
 

@@ -2,7 +2,7 @@
 
 Optimizers, ``clip_grad_norm_`` and checkpoints see a DTensor whose local tensor is this rank's slice. Each program
 computes on plain leaves that share the DTensor's storage, since dispatching on a DTensor costs ten times as much.
-`buckets` brings the leaves' gradients back to the parameters; `dtensors` has the functions of a single tensor.
+`gradient_sums` brings the leaves' gradients back to the parameters; `dtensors` has the functions of a single tensor.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ...partition.padded_dims import true_slice
 from ..deferred_init import materialize, substitute
 from ..optimizer_guard import step_through
 from ..replaced_parameters import replace_noted, stand_for_successor
-from .buckets import GradientSums
 from .dtensors import ELSEWHERE, SUBCLASSES_HAVE_VIEWS, layout_of, slice_in_buffer, to_dtensor
+from .gradient_sums import GradientSums
 from .optimizer_steps import stand_in
 from .parameter_hooks import carry_over, leaf_of_slice
 from .process_groups import ProcessGroups, group_of_ranks

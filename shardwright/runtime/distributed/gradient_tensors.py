@@ -6,7 +6,7 @@
 2. `hand_over`, `hand_nothing`, `keep_unsummed`, `take_unsummed`: write and read a parameter's ``grad``, and run its
    hooks.
 
-`buckets` brings the gradients here from the leaves that a program computes on; `gradient_edits` has the edits of
+`gradient_sums` brings the gradients here from the leaves that a program computes on; `gradient_edits` has the edits of
 slices; `cost.communication_schedule` has the user's settings for their sums.
 """
 
