@@ -45,9 +45,9 @@ class Compilation:
         SettingError: an unknown backend, mode or option.
     """
 
-    backend: Any = "inductor"
+    backend: str | Callable[..., object] = "inductor"
     mode: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not callable(self.backend):

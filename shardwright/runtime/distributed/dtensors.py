@@ -13,6 +13,7 @@ Example: a parameter of 5 rows on 4 ranks has padded slices of 2 rows; the ranks
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ SUBCLASSES_HAVE_VIEWS = tuple(int(part) for part in torch.__version__.split(".")
 ELSEWHERE = ("elsewhere",)
 
 
-def _whole_number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
+def _whole_number(operator: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """The number of a tensor of one element, in whole: torch's own would be that of this rank's slice."""
     number = args[0]
     if isinstance(number, DTensor) and not all(isinstance(p, Replicate) for p in number.placements):

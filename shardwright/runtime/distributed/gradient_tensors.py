@@ -12,7 +12,7 @@ slices; `cost.communication_schedule` has the user's settings for their sums.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -87,7 +87,11 @@ class Gradient(SlicedTensor):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> object:
         if function in ELEMENTWISE and not (torch.is_grad_enabled() and _any_requires_grad(args)):
             local = locals_of(args)
@@ -170,7 +174,7 @@ def _is_plain(args: Sequence[object], kwargs: dict[str, object] | None) -> bool:
     return not kwargs and not any(isinstance(a, (list, tuple)) and any(isinstance(x, Tensor) for x in a) for a in args)
 
 
-def _found_together(function: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
+def _found_together(function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
     """The norms that `gradient_edits` computes; None for norms along dims, of matrices, and of one stage alone."""
     places = ("x", "ord", "dtype") if function is foreach_norm else ("x", "ord")
     arguments = dict(zip(places, args)) | kwargs
@@ -201,7 +205,11 @@ class GatheredPart(Gradient):
 
     @classmethod
     def __torch_function__(
-        cls, function: object, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+        cls,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> object:
         if changes(function) and isinstance(args[0], cls):
             raise lost(function)
@@ -222,7 +230,11 @@ class StageGradient(Gradient):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
+        cls,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> object:
         is_norm = function in _NORMS or function is foreach_norm
         if is_norm and in_step_or_hook():  # of an optimizer, which sees the parameters of this stage alone
@@ -288,7 +300,11 @@ class Unsummed(Gradient):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
+        cls,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> object:
         if function in _REFUSED or getattr(function, "__name__", "") in READS:
             raise not_summed("a norm, a part, or a change of gradients")

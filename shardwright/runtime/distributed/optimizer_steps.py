@@ -52,7 +52,11 @@ class _Matrix(Gradient):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
+        cls,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> object:
         narrowed = function is Tensor.to and torch.bfloat16 in (*args[1:], *(kwargs or {}).values())
         if narrowed or function is Tensor.bfloat16:
@@ -122,7 +126,7 @@ def _fits(parameter: Tensor, value: object) -> bool:
     return not value.dim() or value.shape == local_tensor(parameter).shape
 
 
-def _slice(x: Any, like: Any) -> Any:
+def _slice(x: object, like: Any) -> object:
     """The memory of a DTensor on this rank as a plain tensor; a plain gradient's part that belongs to `like`."""
     if isinstance(x, DTensor):
         if like is not None and spec_of(x) is not spec_of(like) and x.dim() and x.placements != like.placements:
@@ -133,7 +137,7 @@ def _slice(x: Any, like: Any) -> Any:
     return x
 
 
-def _as(kind: type[Gradient], x: object, like: object = None) -> Any:
+def _as(kind: type[Gradient], x: object, like: object = None) -> object:
     """A DTensor of another kind on the same memory; anything else as it is."""
     return kind(local_tensor(x), spec_of(x), requires_grad=False) if isinstance(x, DTensor) else x
 
@@ -141,17 +145,17 @@ def _as(kind: type[Gradient], x: object, like: object = None) -> Any:
 class _State(dict[str, object]):
     """One parameter's state as plain tensors; what the step writes goes into the optimizer's own state too."""
 
-    def __init__(self, state: Any, parameter: Tensor, seen: Callable[[object, object], Any]) -> None:
+    def __init__(self, state: Any, parameter: Tensor, seen: Callable[[object, object], object]) -> None:
         super().__init__({name: seen(value, None) for name, value in state.get(parameter, {}).items()})
         self._stored, self._parameter, self._seen = state, parameter, seen
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         known = name in self and self[name] is value
         super().__setitem__(name, value)
         if not known:
             self._stored[self._parameter][name] = self._as_stored(name, value)
 
-    def setdefault(self, name: str, default: object = None) -> Any:
+    def setdefault(self, name: str, default: object = None) -> object:
         if name not in self:
             self[name] = default
         return self[name]
@@ -176,7 +180,7 @@ class _StandIn:
         self._slices: dict[Tensor, Tensor] = {
             p: seen(p, None).detach() if isinstance(p, DTensor) else p for p in parameters
         }
-        self.state: Mapping[Tensor, Any] = {x: _State(optimizer.state, p, seen) for p, x in self._slices.items()}
+        self.state: Mapping[Tensor, object] = {x: _State(optimizer.state, p, seen) for p, x in self._slices.items()}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -202,7 +206,7 @@ def _mixed(optimizer: type) -> type:
     return type(optimizer.__name__, (_StandIn, optimizer), {})
 
 
-_kind: Callable[[type], Any] = functools.cache(_mixed)
+_kind: Callable[[type], type] = functools.cache(_mixed)
 
 
 def _average(operator: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:

@@ -8,7 +8,7 @@ computes on plain leaves that share the DTensor's storage, since dispatching on 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -89,7 +89,7 @@ class ShardedState:
         self,
         places: Callable[[str, Tensor], ParameterPlacement | None],
         holder: nn.Module,
-        groups: Any,
+        groups: ProcessGroups,
         device: torch.device,
         broadcast: bool = False,
     ) -> None:

@@ -19,7 +19,7 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -41,6 +41,10 @@ _TIMEOUT = timedelta(minutes=60)
 
 #: Bytes of a message through shared memory, and the bytes in it that hold its length; longer messages use Gloo.
 _ROW, _LENGTH = 256 << 10, 8
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 # -- any process group
@@ -234,7 +238,7 @@ class ProcessRanks(SingleRank):
         return self._talked(memory.meet, CollectiveKind.ALL_TO_ALL, 0)
 
     @staticmethod
-    def _talked(collective: Callable[..., object], *args: object, **kwargs: object) -> Any:
+    def _talked(collective: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             with torch.device("cpu"):  # Gloo allocates on the default device
                 return collective(*args, **kwargs)
