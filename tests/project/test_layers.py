@@ -287,7 +287,6 @@ FIELDS_OWN_NAMES = {
         "rehearsal/rehearse.py",
         "report/description.py",
         "report/explanations.py",
-        "report/local_alternatives.py",
         "report/plan_figures.py",
         "report/report_content.py",
         "runtime/distributed/agreement.py",
