@@ -302,10 +302,10 @@ class Settings:
     def of(
         cls,
         *,
-        hsdp: Any = None,
-        strategies: Any = None,
-        param_strategies: Any = None,
-        pipeline: Any = None,
+        hsdp: OptimizerParallel | Mapping[str, object] | None = None,
+        strategies: PlanDocument | PipelineDocument | str | PathLike[str] | None = None,
+        param_strategies: ParameterStrategies | str | PathLike[str] | None = None,
+        pipeline: PipelineSettings | Mapping[str, object] | None = None,
         mixed_precision: object = None,
         **settings: Any,
     ) -> Settings:

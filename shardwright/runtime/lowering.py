@@ -238,7 +238,7 @@ def _finish(env: dict[str, Node], node: Node, instruction: Redistribute | Global
 def _compute(nodes: list[Node], env: dict[str, Node], instruction: LocalOp) -> None:
     read: dict[Node, None] = {}
 
-    def leaf(x: object) -> Any:
+    def leaf(x: object) -> object:
         if type(x) is not Ref:
             return x
         node = env[x.name]

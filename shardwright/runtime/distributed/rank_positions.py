@@ -433,7 +433,7 @@ def noted(steps: Sequence[Callable[[Any], Any]], place: WaitPoint) -> tuple[Call
     """The steps of a redistribution as one function, which is at `place` while it runs."""
     steps, back = tuple(steps), place.back
 
-    def run(x: object) -> Any:  # not `waiting`, which takes longer
+    def run(x: object) -> object:  # not `waiting`, which takes longer
         position.place = place
         position.moves += 1
         if back:
