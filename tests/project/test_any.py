@@ -10,8 +10,8 @@ from paths import ROOT
 PACKAGE = ROOT / "shardwright"
 
 #: Folder -> the most names `Any` in its files, imports aside. `Any` stands where any value is meant: the context of a
-#: `torch.autograd.Function` (a parameter ``ctx``), arguments and results of functions of torch's or of a user's, objects
-#: of torch without stubs, values of JSON. Elsewhere stands `object`, a Protocol, or the type itself. A folder that needs
+#: `torch.autograd.Function` (a parameter ``ctx``), arguments and results of functions of torch's or a user's, values of
+#: JSON, objects of torch without stubs. Elsewhere stands `object`, a Protocol, or the type itself. A folder that needs
 #: fewer lowers its number.
 MOST = {
     ".": 58,  # attributes and results of a user's model; arguments of an operator (`graph.Op`)
@@ -31,7 +31,7 @@ MOST = {
     "report": 2,
     "rules": 18,  # contexts
     "rules/random_numbers": 12,  # words of 64 bits as one tensor or two
-    "runtime": 46,  # contexts; nodes of torch.fx
+    "runtime": 45,  # contexts; nodes of torch.fx
     "runtime/distributed": 136,  # contexts; ``__torch_function__`` and the functions that it answers
     "runtime/local": 21,  # contexts
     "torch_private": 47,  # private objects of torch, which have no stubs
