@@ -78,13 +78,13 @@ ParallelMode: TypeAlias = Literal[
     "hybrid_parallel",
 ]
 
-#: What happens with an operator that has no rule.
+#: The treatment of an operator that has no rule.
 MissingRule: TypeAlias = Literal["error", "replicate"]
 
-#: Which random numbers operators such as dropout give.
+#: The random numbers of operators such as dropout.
 RandomNumbers: TypeAlias = Literal["exact", "fast"]
 
-#: What ZeRO/FSDP sharding cuts.
+#: The extent of ZeRO/FSDP sharding.
 OptimizerLevel: TypeAlias = Literal["level1", "level2", "level3", "auto"]
 
 #: The schedule of a pipeline; a path of a CSV file is another one.

@@ -132,7 +132,7 @@ class GraphReader(InPlaceReader):
         # Recomputed region -> number of operators, and the casts, before it.
         self.entered: dict[int, tuple[int, dict[tuple[object, ...], Value]]] = {}
         self.spans: list[tuple[int, int, int]] = []  # region, its first operator, one past its last
-        # As `GraphTemplate.of` takes them.
+        # The arguments of `GraphTemplate.of`.
         self.sources: list[tuple[torch.fx.Node, InputSpec, object]] = []
         self.steps: list[tuple[Step, int | None]] = []
         self.read_ops: list[Op] = []

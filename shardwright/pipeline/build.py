@@ -201,8 +201,10 @@ def _feeding(
 
 
 def until_stopped(make: Callable[[Planner], PipelinePlan], planner: Planner, quick: Planner) -> PipelinePlan:
-    """A pipeline, of which the command around keeps the best one so far at Ctrl-C: the stages that are planned, the
-    best plan so far of the stage that was being searched, and the rest by a quick planner.
+    """A pipeline; at Ctrl-C the command around keeps the best pipeline so far.
+
+    That one has the stages that are planned already, the best plan so far of the stage that was being searched, and
+    the other stages by a quick planner.
 
     Args:
         make: the planner of one stage -> the pipeline; it plans the stages in order.

@@ -195,7 +195,7 @@ class _Row:
         self.starts: list[float] = []
         self.texts: list[str] = []
         open_: list[tuple[float, str]] = []
-        # Of two ranges that begin at the same time the longer one is around the other.
+        # The longer one of two ranges that begin at the same time is around the other.
         for e in sorted(ranges, key=lambda e: (_start(e), -_seconds(e))):
             begin, text = _start(e), _text(e)
             self._close(open_, begin)

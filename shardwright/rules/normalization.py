@@ -274,7 +274,7 @@ def _normalise_gradients(
     """The gradients of `batch_normalise` by plain operators, which autograd differentiates again."""
     channels = (-1, *[1] * (x.dim() - 2))
     with torch.enable_grad():
-        # Of their own in the graph: the statistics come of x.
+        # New tensors in the graph, since the statistics are computed from x: each gets a gradient of its own.
         x, stats = (t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in (x, stats))
         if weight is not None:
             weight = weight.view_as(weight) if weight.requires_grad else weight.detach().requires_grad_()

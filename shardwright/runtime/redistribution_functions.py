@@ -51,7 +51,7 @@ __all__ = [
 # -- autograd functions
 
 
-#: What a runtime does one after the other.
+#: Functions that a runtime calls one after the other.
 Steps = tuple[Callable[[Tensor], Tensor], ...]
 
 
@@ -251,8 +251,8 @@ def _part(x: Tensor, place: _Place) -> Tensor:
 
 
 def _places(step: RedistributionStep, rank: int) -> tuple[dict[int, _Place], dict[int, _Place]]:
-    """By part of the dim, the rank's own among them: the place in the rank's slice of the elements that the part reads,
-    and the place in what the rank reads of the elements that the part has."""
+    """Two places by part of the dim, this rank's part included: elements of this rank's slice that the part reads, and
+    elements of the part that this rank reads, counted in the dim as this rank reads it."""
     halo = step.halo
     assert halo is not None
     mine = digits_value(halo.digits, rank)

@@ -171,7 +171,7 @@ class SweptPricing:
     def __init__(self, problem: Problem, rows: Rows) -> None:
         self.problem, self.rows = problem, rows
         self._period = period(problem.costs, problem.edges)
-        #: Of the last sweeps: their problem, the prices by usage, their messages.
+        #: The last sweeps: their problem, the prices by usage, their messages.
         self._last: tuple[Shorter, np.ndarray, dict[Pair, np.ndarray]] | None = None
 
     def least(self, multipliers: np.ndarray) -> tuple[float, list[np.ndarray]]:
@@ -294,7 +294,7 @@ _Step: TypeAlias = tuple[int, tuple[int, ...], list[int], int]
 #: The level of a step, the states of its node and of its neighbours, and which tables are transposed.
 _Shape: TypeAlias = tuple[int, int, tuple[int, ...], tuple[bool, ...]]
 
-#: Of one neighbour: see `_Steps.near`.
+#: The table of one neighbour: see `_Steps.near`.
 _Near: TypeAlias = tuple[np.ndarray, np.ndarray, tuple[int, int], np.ndarray, bool]
 
 

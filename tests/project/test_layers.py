@@ -193,6 +193,31 @@ def test_docstrings_that_begin_with_a_clause_are_found() -> None:
     assert clauses(tree) == ["1: In it.", "5: What it is."]
 
 
+def comment_clauses(text: str) -> list[str]:
+    """The lines of a file's comments that begin with one of `CLAUSES`, where a comment begins."""
+    lines = text.splitlines()
+    return [
+        f"{number}: {line.strip()}"
+        for number, line in enumerate(lines, 1)
+        if re.match(rf"\s*#:? ({'|'.join(sorted(CLAUSES - BEGINNINGS))}) ", line)
+        and (number == 1 or not lines[number - 2].strip().startswith("#"))
+    ]
+
+
+#: Words of `CLAUSES` with which a comment between lines of code may begin: a condition or a place before the rule.
+BEGINNINGS = frozenset("Where When How In Which As".split())
+
+
+def test_comments_begin_with_a_noun_or_an_imperative() -> None:
+    found = {str(path.relative_to(PACKAGE)): comment_clauses(path.read_text(encoding="utf-8")) for path in FILES}
+    assert {name: begins for name, begins in found.items() if begins} == {}
+
+
+def test_comments_that_begin_with_a_clause_are_found() -> None:
+    text = "#: What it is.\nx = 1\n# Of it.\n# They go on.\ny = 2  # Of all\n# Where x is 1.\n"
+    assert comment_clauses(text) == ["1: #: What it is.", "3: # Of it."]
+
+
 def test_no_folder_has_more_than_20_files():
     folders = Counter(path.parent for path in FILES)
     assert {folder: count for folder, count in folders.items() if count > 20} == {}

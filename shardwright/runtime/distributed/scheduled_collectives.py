@@ -137,7 +137,7 @@ class WeightOfBlock(NamedTuple):
         return self.arranged(part.reshape(-1).view(self.dtype))
 
 
-#: What is received by a gather under way, and its work; None in a program that torch.compile traces.
+#: The tensor that a gather under way receives, and its work; None in a program that torch.compile traces.
 Begun = tuple[Tensor, Any]
 
 

@@ -52,7 +52,7 @@ __all__ = ["Peers", "peers"]
 LOOK_EVERY = 1.0
 #: The number of looks to wait for the positions of other ranks.
 ANSWERS = 4
-#: Of torch's timeout of a collective, the part that is left to find the reason: at least this fraction, and so many
+#: The part of torch's timeout of a collective that is left to find the reason: at least this fraction, and so many
 #: seconds, but no more than the second fraction.
 RESERVED, RESERVED_SECONDS, RESERVED_AT_MOST = 0.2, 15.0, 0.4
 #: The number of looks that it takes, at most, from a rank's patience to the end of all ranks.
