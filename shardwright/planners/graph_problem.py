@@ -42,7 +42,8 @@ from ..partition.parameter_sharding import OptimizerParallel, stored_layouts
 from ..partition.partitioner import Use
 from ..solver.problem import Problem
 from ..solver.search_memory import current
-from .search_space import EdgeCosts, OpCost, OperatorTable, Strategy, op_cost, saved_inputs
+from .operator_memory import saved_inputs
+from .search_space import EdgeCosts, OpCost, OperatorTable, Strategy, op_cost
 from .shared_values import SharedState, SharedValue, Uses
 
 __all__ = ["CostGraph", "StorageState", "cost_graph"]

@@ -21,7 +21,7 @@ The file has two parts:
 
 1. `OperatorMemory`: bytes that a graph's operators consume, produce and save, by strategy. `output_bytes` are those of
    an output, its sum completed; `input_bytes` those of an input as its consumer has it; `internal` those of the saved
-   tensors that are neither; `inside` as in `operator_workspace`. The backward's inputs and outputs are those of an
+   tensors that are neither; `inside` as in `operator_memory`. The backward's inputs and outputs are those of an
    operator's first strategy; `needs_input` and `needs_output` say where another strategy differs. Operators of equal
    costs (`op_cost`) share one result.
 2. `RematStates`: the nodes and the edges between them.
@@ -42,8 +42,8 @@ from ..graph import Op, Value
 from ..identity_tables import IdentityCache
 from ..layout import Layout
 from .graph_problem import CostGraph, reached
-from .operator_workspace import inside, without_gradients
-from .search_space import KeptTensors, OpCost, keeps
+from .operator_memory import KeptTensors, inside, keeps, without_gradients
+from .search_space import OpCost
 from .shared_values import SharedState, Uses
 
 __all__ = ["ABSENT", "RECOMPUTED", "SAVED", "Node", "OperatorMemory", "RematStates", "SaveOrRecompute"]

@@ -1,8 +1,12 @@
-"""The memory of an operator of several instructions while these run, beyond its inputs, outputs and saved tensors.
+"""The memory of one operator under one strategy, its program taken alone.
 
-The forward counts values inside the operator from their production to their last use; the backward counts their
-gradients, from the backward of the consumer to that of the producer. The operator's program is taken alone: an input is
-released after its last use, a saved tensor after the backward that uses it.
+1. Saved tensors (`keeps`): the inputs, outputs and other tensors of an operator's forward that its backward needs, as
+   autograd says.
+
+2. Workspace (`inside`): the memory of an operator of several instructions while these run, beyond its inputs, outputs
+   and saved tensors. The forward counts values inside the operator from their production to their last use; the
+   backward counts their gradients, from the backward of the consumer to that of the producer. An input is released
+   after its last use, a saved tensor after the backward that uses it.
 
 Example: a softmax over a cut dim is a maximum, a difference, an exponential, a sum and a quotient. While the difference
 is computed, its result lies beside the input; once the exponential has consumed it, it is released.
@@ -10,15 +14,117 @@ is computed, its result lies beside the input; once the exponential has consumed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
-from dataclasses import replace
+from collections.abc import Hashable, Iterable, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
+from types import SimpleNamespace
 
+from ..graph import SEED
+from ..layout import Layout
 from ..partition.local_program import Instruction, LocalOp, PlacedValue, made_by, reads
-from ..partition.rematerialization import LiveRanges, waiting
-from .search_space import OpCost, saved_inside
+from ..partition.rematerialization import LiveRanges, SavedTensors, saved_by, waiting
+from .search_space import OpCost
 
-__all__ = ["inside", "without_gradients"]
+__all__ = ["KeptTensors", "inside", "keeps", "saved_inputs", "without_gradients"]
+
+
+# -- saved tensors --
+
+
+@dataclass(frozen=True)
+class KeptTensors:
+    """The tensors saved from the forward for the backward.
+
+    Attributes:
+        inputs, outputs: the numbers of the inputs and outputs that are saved.
+        internal: bytes of saved tensors that are neither.
+        views: (output, input) numbers, for each output that lies in the memory of an input.
+    """
+
+    inputs: frozenset[int]
+    outputs: frozenset[int]
+    internal: int
+    views: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Program:
+    """The program of an operator's cost; two are equal where they do the same to the same local shapes."""
+
+    cost: OpCost
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Program) and self.key == other.key
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        forms = []
+        for i in self.cost.program:
+            made = i.outputs if isinstance(i, LocalOp) else (i.target,)
+            what = (i.target, repr(i.args), repr(i.kwargs)) if isinstance(i, LocalOp) else (i.source.name,)
+            forms.append((*what, tuple(o and (o.name, o.local_shape) for o in made)))
+        inputs = tuple((i.name, i.local_shape, i.value.dtype, i.value.requires_grad) for i in self.cost.inputs)
+        return inputs, tuple(forms), tuple(i.name for i in self.cost.outputs)
+
+
+def keeps(cost: OpCost) -> KeptTensors:
+    """The tensors that an operator's backward needs under one strategy."""
+    return _keeps(_Program(cost))
+
+
+def saved_inputs(op_costs: Sequence[OpCost]) -> frozenset[int]:
+    """The numbers of the inputs that an operator's backward needs under its first strategy."""
+    return keeps(op_costs[0]).inputs
+
+
+@lru_cache(maxsize=1 << 16)
+def _saved(program: _Program) -> tuple[SavedTensors, ...]:
+    """The tensors that each of an operator's instructions saves."""
+    cost = program.cost
+    by_name = {i.name: i for i in cost.inputs}
+    made = {o.name for i in cost.program for o in made_by(i)}
+    local_program = SimpleNamespace(
+        inputs=tuple(by_name.values()),
+        parameters={},
+        buffers={},
+        constants={},
+        seed=_seed(cost, {*by_name, *made}),
+        instructions=cost.program,
+    )
+    return tuple(saved_by(local_program))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1 << 16)
+def _keeps(program: _Program) -> KeptTensors:
+    cost = program.cost
+    saved = _saved(program)
+    live_ranges = LiveRanges(cost.inputs, cost.program, saved)
+    out = {live_ranges.root[name] for one in saved for name in one.values if name in live_ranges.root}
+    results = [live_ranges.root[i.name] for i in cost.outputs]
+    places = [i.name for i in cost.inputs]
+    internal = sum(one.own_bytes for one in saved)
+    internal += sum(live_ranges.tensors[name].local_bytes for name in out - live_ranges.inputs if name not in results)
+    return KeptTensors(
+        frozenset(places.index(n) for n in out if n in places),
+        frozenset(results.index(n) for n in out if n in results and n not in places),
+        internal,
+        tuple((k, places.index(n)) for k, n in enumerate(results) if n in places),
+    )
+
+
+def _seed(cost: OpCost, known: set[str]) -> PlacedValue | None:
+    """The seed as a placed value, where the program consumes one; else None."""
+    names = {name for i in cost.program for name in reads(i)}
+    if SEED.name not in names - known:
+        return None
+    return PlacedValue(SEED.name, SEED, Layout.replicated(cost.outputs[0].layout.devices, 1))
+
+
+# -- workspace --
 
 
 def inside(cost: OpCost, from_outside: Set[int]) -> tuple[float, float]:
@@ -36,7 +142,7 @@ def inside(cost: OpCost, from_outside: Set[int]) -> tuple[float, float]:
 
 class _Part:
     def __init__(self, cost: OpCost, from_outside: Set[int]) -> None:
-        self.program, self.saved = cost.program, saved_inside(cost)
+        self.program, self.saved = cost.program, _saved(_Program(cost))
         self.internal = float(sum(saved.own_bytes for saved in self.saved))
         self.live_ranges = live_ranges = LiveRanges(cost.inputs, self.program, self.saved)
         self.asked = {i.name for k, i in enumerate(cost.inputs) if k not in from_outside}
