@@ -281,7 +281,7 @@ class Settings:
     """
 
     parallel_mode: str = "semi_auto"
-    dataset_strategy: DatasetStrategy = "full_batch"
+    dataset_strategy: Any = "full_batch"
     on_missing_rule: str = "error"
     sync_batch_norm: bool = False
     hsdp: OptimizerParallel | None = None

@@ -3,8 +3,6 @@
 1. Dumps: the header, the lines of stored and fed values, operators, types, layouts, results (`header` to
    `results_lines`).
 2. Units, in dumps and tables alike: bytes (`size_text`, ``392 KiB``) and seconds (`time_text`, ``1.23 ms``).
-
-Example: 401408 bytes are ``392 KiB``, and 0.00123 seconds ``1.23 ms``.
 """
 
 from __future__ import annotations

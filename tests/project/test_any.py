@@ -14,7 +14,7 @@ PACKAGE = ROOT / "shardwright"
 #: JSON, objects of torch without stubs. Elsewhere stands `object`, a Protocol, or the type itself. A folder that needs
 #: fewer lowers its number.
 MOST = {
-    ".": 58,  # attributes and results of a user's model; arguments of an operator (`graph.Op`)
+    ".": 59,  # attributes and results of a user's model; arguments of an operator (`graph.Op`)
     "capture": 3,
     "capture/observed": 1,
     "checkpoint": 21,  # values of JSON; state of a user's objects
