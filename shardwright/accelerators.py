@@ -63,7 +63,7 @@ def module_of(device: torch.device) -> Any:
         return None
 
 
-def _made(device: torch.device, name: str, /, *args: Any, **kwargs: Any) -> Any:
+def _made(device: torch.device, name: str, /, *args: object, **kwargs: object) -> Any:
     found = getattr(module_of(device), name, None)
     return None if found is None else found(*args, **kwargs)
 

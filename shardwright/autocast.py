@@ -76,7 +76,7 @@ class Autocast:
     def within(self, device_type: str, dtype: torch.dtype | None, enabled: bool) -> Autocast:
         """The state inside a region ``torch.autocast(device_type, dtype, enabled)``. Its ``cache_enabled`` is not
         known: torch.export turns the cache off while it traces."""
-        dtypes = {name: own for name, own in self.dtypes if name != device_type}
+        dtypes = {name: other for name, other in self.dtypes if name != device_type}
         if enabled:
             dtypes[device_type] = dtype or torch.get_autocast_dtype(device_type)
         return Autocast(tuple(sorted(dtypes.items(), key=str)), self.shares)
@@ -144,13 +144,13 @@ class UnderAutocast:
         self.__name__ = getattr(packet, "__name__", type(operator).__name__)
         self.__qualname__, self.__module__ = getattr(packet, "__qualname__", self.__name__), __name__
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         with contextlib.ExitStack() as stack:
             for name, dtype in self.state.dtypes:
                 stack.enter_context(torch.autocast(name, dtype, True, self.state.shares))
             return self.operator(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name in ("operator", "state") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.operator, name)
@@ -353,7 +353,7 @@ class _Trace(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace == "prim":

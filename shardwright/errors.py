@@ -12,12 +12,12 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
 __all__ = [
     "PACKAGE_FOLDER",
@@ -189,7 +189,7 @@ def known_keywords(elsewhere: Mapping[str, str]) -> Callable[[FunctionT], Functi
         title = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
         @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             for name in kwargs:
                 if name not in names:
                     near = [f"{word}=" for word in difflib.get_close_matches(name, names, 1, 0.7)]

@@ -22,7 +22,7 @@ from typing import ParamSpec, TypeVar
 __all__ = ["gc_paused", "roomy_stack"]
 
 #: Words of the large frame.
-WORDS = 40_000
+STACK_WORDS = 40_000
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,5 +57,5 @@ def roomy_stack(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     if sys.version_info >= (3, 11):  # earlier interpreters allocate each frame by itself
-        call.__code__ = call.__code__.replace(co_stacksize=WORDS)
+        call.__code__ = call.__code__.replace(co_stacksize=STACK_WORDS)
     return wraps(function)(call)

@@ -259,8 +259,8 @@ def _beside_statistics(computed: torch.dtype, net: nn.Module) -> set[torch.Tenso
         running = getattr(module, "running_mean", None)
         if not isinstance(module, _NORMS) or running is None or running.dtype == computed:
             continue
-        own = {p.dtype for p in module.parameters(recurse=False)}
-        if computed.itemsize > 2 or running.dtype != torch.float32 or own - {torch.float32}:
+        dtypes = {p.dtype for p in module.parameters(recurse=False)}
+        if computed.itemsize > 2 or running.dtype != torch.float32 or dtypes - {torch.float32}:
             raise SettingError(
                 f"mixed_precision: {path or 'the model'} has running statistics of {running.dtype}, beside which "
                 f"torch normalises nothing of {computed}",
@@ -295,7 +295,7 @@ def casts(policy: MixedPrecision | None, net: nn.Module) -> Iterator[None]:
 
 def one_device(
     policy: MixedPrecision | None, net: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> Any:
+) -> object:
     """The result of a model on one device under a policy, in plain PyTorch. Its parameters get gradients in their own
     dtype."""
     if policy is None:

@@ -39,7 +39,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, Protocol, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -212,8 +212,24 @@ class MetricWriter(ABC):
         """Bring the rest to disk, and close what the monitor has opened."""
 
 
+class ScalarWriter(Protocol):
+    """A ``SummaryWriter`` of torch.utils.tensorboard, or a value like it."""
+
+    def add_scalar(self, tag: str, value: float, step: int, /) -> object: ...
+    def flush(self) -> object: ...
+    def close(self) -> object: ...
+
+
+class MetricRun(Protocol):
+    """A run of W&B, or a value like it."""
+
+    def define_metric(self, name: str, /, *, step_metric: str) -> object: ...
+    def log(self, data: dict[str, float], /) -> object: ...
+    def finish(self, *, exit_code: int) -> object: ...
+
+
 class _TensorBoard(MetricWriter):
-    def __init__(self, writer: Any, ours: bool) -> None:
+    def __init__(self, writer: ScalarWriter, ours: bool) -> None:
         self._writer, self._ours = writer, ours
 
     def write(self, figures: Mapping[str, float], step: int) -> None:
@@ -228,7 +244,7 @@ class _TensorBoard(MetricWriter):
 
 
 class _WandB(MetricWriter):
-    def __init__(self, run: Any, ours: bool) -> None:
+    def __init__(self, run: MetricRun, ours: bool) -> None:
         self._run, self._ours = run, ours
         self._defined: set[str] = set()
 
@@ -270,7 +286,7 @@ def check_wandb(setting: object) -> None:
         )
 
 
-def tensorboard_writer(setting: str | Path | Any, say: Callable[[str], None]) -> MetricWriter | None:
+def tensorboard_writer(setting: str | Path | ScalarWriter, say: Callable[[str], None]) -> MetricWriter | None:
     """The writer of a folder, or of a SummaryWriter.
 
     Args:
@@ -287,7 +303,7 @@ def tensorboard_writer(setting: str | Path | Any, say: Callable[[str], None]) ->
     return _TensorBoard(SummaryWriter(str(setting)), True)
 
 
-def wandb_writer(setting: bool | Mapping[str, Any] | Any, say: Callable[[str], None]) -> MetricWriter | None:
+def wandb_writer(setting: bool | Mapping[str, object] | MetricRun, say: Callable[[str], None]) -> MetricWriter | None:
     """The writer of a run of W&B.
 
     Args:
@@ -352,11 +368,11 @@ class Monitor:
         self,
         model: nn.Module | None = None,
         every: int = 10,
-        tensorboard: str | Path | Any | None = None,
+        tensorboard: str | Path | ScalarWriter | None = None,
         *,
         samples: float | None = None,
         tokens: float | None = None,
-        wandb: bool | Mapping[str, Any] | Any | None = None,
+        wandb: bool | Mapping[str, object] | MetricRun | None = None,
         out: TextIO | None = None,
     ) -> None:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
@@ -423,8 +439,8 @@ class Monitor:
             self._since = now  # the first step included planning, which counts in no rate
         else:
             self._steps += 1
-            for noun, own in (("samples", samples), ("tokens", tokens)):
-                count = self._always[noun] if own is None else own
+            for noun, of_step in (("samples", samples), ("tokens", tokens)):
+                count = self._always[noun] if of_step is None else of_step
                 if count is not None:
                     self._done[noun] = self._done.get(noun, 0.0) + count
             if measured is not None:

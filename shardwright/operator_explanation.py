@@ -14,6 +14,12 @@ The cost is that of the search's cost graph (`planners/graph_problem.py`), over 
 `in all` is itself a lower bound (`Explanation.exact` is False), it is raised to that bound.
 
 3. Shares (`shares_of`): the cost of an operator in a step of a plan, by parts.
+
+4. Local alternatives (`local_alternatives`): alone(s) without a search. The cost graph has one strategy for each other
+operator, so it takes a second for a plan of 2,000 operators.
+
+Example: the plan costs 10 ms. With the operator cut along its rows, and all others as they are, it costs 10.4 ms:
+alone = 10.4 ms. Where its neighbours choose anew, it costs 10.1 ms: in all = 10.1 ms.
 """
 
 from __future__ import annotations
@@ -50,6 +56,7 @@ __all__ = [
     "SearchesOfPlan",
     "Share",
     "explained",
+    "local_alternatives",
     "partial_sums",
     "seconds_of",
     "shares_of",
@@ -417,10 +424,10 @@ class _Neighbourhood:
         options = self.made.options[self.name]
         whole = marginals(self.problem, self.node)
         forms = self._forms(options, whole.costs)
-        own = options.index(self.chosen[self.name])
-        forms.pop(self._form(options[own]))
+        chosen_index = options.index(self.chosen[self.name])
+        forms.pop(self._form(options[chosen_index]))
         firsts = [states[0] for states in forms.values()][:count]
-        least, bound, totals, cost = float(whole.costs[own]), self.bound, whole.costs, self.cost
+        least, bound, totals, cost = float(whole.costs[chosen_index]), self.bound, whole.costs, self.cost
         if self.plan.found is not None and self.proved is not None:
             cost = min(cost, self.plan.found.cost)  # the program may cost less than the cost graph says
         if not whole.exact:  # bounds of the problem around one operator, which the bound of the whole raises
@@ -454,7 +461,7 @@ class _Neighbourhood:
         forms = {form: [options[s] for s in states] for form, states in self._forms(options, whole.costs).items()}
         mine = forms.pop(self._form(self.chosen[self.name]))
         searched = found is not None and found.limit == limit and found.bound is not None
-        own = within.aside(mine) if searched else within.priced(mine)
+        chosen_price = within.aside(mine) if searched else within.priced(mine)
         fitting, refused = self._tried(
             within, forms.values(), lambda s: float(whole.costs[options.index(s)]), count, cost
         )
@@ -462,7 +469,9 @@ class _Neighbourhood:
         alone = lambda a: np.inf if a.aside is None else a.aside
         first = min((*fitting, *refused), key=alone, default=None)
         unlimited = (
-            first if first is not None and first.over is not None and alone(first) < own.aside * (1 - LESS) else None
+            first
+            if first is not None and first.over is not None and alone(first) < chosen_price.aside * (1 - LESS)
+            else None
         )
         fitting = fitting[:count]
         most = fitting[-1].total if len(fitting) == count else np.inf
@@ -472,7 +481,7 @@ class _Neighbourhood:
             self.plan.decisions[self.name],
             shares,
             cost,
-            cost if searched else own.total,
+            cost if searched else chosen_price.total,
             shown,
             len(options),
             True,
@@ -583,8 +592,8 @@ class _Neighbourhood:
     def _holder(self, states: tuple[int, ...]) -> Holder:
         """The value whose cost rises most from the plan's states to these."""
         before, after = self.states, states
-        own = float(self.problem.costs[self.node][after[self.node]] - self.problem.costs[self.node][before[self.node]])
-        rises: dict[str, float] = {"": own}
+        costs = self.problem.costs[self.node]
+        rises: dict[str, float] = {"": float(costs[after[self.node]] - costs[before[self.node]])}
         ends: dict[tuple[str, str], float] = {}
         for (i, j), table in self.problem.edges.items():
             if (before[i], before[j]) == (after[i], after[j]):
@@ -630,3 +639,52 @@ class _Neighbourhood:
         if producer is not None and producer != self.name:
             yield producer
         yield from dict.fromkeys(op.name for op, _ in self._consumers.get(name, ()) if op.name != self.name)
+
+
+# -- local alternatives
+
+
+def local_alternatives(
+    plan: Plan | PipelinePlan, name: str, count: int = 3, searches: IdentityMap[Plan, SearchesOfPlan] | None = None
+) -> tuple[Alternative, ...]:
+    """The alternatives of an operator that cost least where no other operator changes. Memory is not looked at.
+
+    Args:
+        plan: the plan; of a pipeline, the operator's stage counts, with one micro-batch.
+        name: as `Plan.operator` takes it.
+        count: the number of alternatives, one for each way to cut.
+        searches: as `explained` takes them.
+
+    Returns:
+        The cheapest first, at most `count`: `alone` and `more` are the additional seconds, `total` the whole cost.
+
+    Raises:
+        PlanError: there is no such operator, or several.
+    """
+    if isinstance(plan, PipelinePlan):
+        return local_alternatives(plan.stage_of(name).plan, name, count, searches)
+    name = plan.operator(name).name
+    if plan.own is not None:
+        return ()
+    around = _Alone(SearchesOfPlan.of(plan, searches), name, None)
+    return () if around.missing() is not None else around.cheapest(count)
+
+
+class _Alone(_Neighbourhood):
+    """The search's problem around one operator, in which the others have one strategy each."""
+
+    def _cost_graph(self, searches: SearchesOfPlan) -> CostGraph:
+        options = self.search.options([self.decisions])
+        unchanged = {
+            name: (choice,) for name, choice in self.chosen.items() if name != self.name and choice in options[name]
+        }
+        return self.search.cost_graph(options | unchanged, [self.decisions])
+
+    def cheapest(self, count: int) -> tuple[Alternative, ...]:
+        """The alternatives that cost least, one for each way to cut."""
+        options = self.made.options[self.name]
+        whole = [self.problem.cost(self.made.states(self.chosen | {self.name: strategy})) for strategy in options]
+        forms = self._forms(options, np.array(whole))
+        forms.pop(self._form(self.chosen[self.name]), None)
+        firsts = [states[0] for states in forms.values()][:count]
+        return tuple(self._alternative(options[first], float(whole[first]), self.cost) for first in firsts)

@@ -281,7 +281,7 @@ def _digits(group: Group) -> Digits:
     raise SettingError(f"{group!r} is no group of ranks", legal=legal)
 
 
-def _of_ranks(each: list[list[int]], devices: int, group: Any) -> Digits:
+def _of_ranks(each: list[list[int]], devices: int, group: object) -> Digits:
     """The digits in which the ranks of the groups differ.
 
     Raises:

@@ -80,7 +80,7 @@ __all__ = ["capture_micro", "make_pipeline", "make_plan", "plan"]
 
 #: Runs a search for several processes: (graph, settings that decide the result, search, a function that carries
 #: portable decisions onto the process's own graph) -> decisions.
-Searcher = Callable[[Graph, Any, Callable[[], Decisions], Callable[[PortableDecisions], Decisions]], Decisions]
+Searcher = Callable[[Graph, object, Callable[[], Decisions], Callable[[PortableDecisions], Decisions]], Decisions]
 
 #: Modes in which each device has its own batch-norm statistics, unless `sync_batch_norm` is set.
 OWN_STATISTICS = ("data_parallel",)
@@ -360,14 +360,16 @@ def make_pipeline(
         more: dict[str, Any] = dict(stored=stored, used=used, whole=whole, searcher=searcher, automatic=automatic)
 
         def stored_by(storage: OptimizerParallel | None) -> PipelinePlan:
-            own = replace(settings, hsdp=storage, memory=settings.memory if chooses else None)
-            return make_pipeline(graph, wide, devices, own, modules, splits, earlier=earlier, prices=prices, **more)
+            stored_settings = replace(settings, hsdp=storage, memory=settings.memory if chooses else None)
+            return make_pipeline(
+                graph, wide, devices, stored_settings, modules, splits, earlier=earlier, prices=prices, **more
+            )
 
         if limit is None and chooses:
             limit = cluster.memory
         return in_fastest_storage(stored_by, settings.hsdp, cluster, limit, earlier, stored is not None)
     if setting.stages == "auto" and automatic is not None:
-        check_automatic(setting, modules, strategies)
+        check_automatic(setting, modules, None if strategies is None else strategies.path)
         cluster = Cluster.of(settings.cluster, devices)
         unit = replace(
             settings,
@@ -440,7 +442,7 @@ def make_pipeline(
             for all_ in (stored, used)
         ]
         follows = parallel_mode != "sharding_propagation" or not marked or any(op.mark for op in part.ops)
-        own = replace(
+        stage_settings = replace(
             settings,
             parallel_mode=mode if follows else "semi_auto",
             strategies=None if lines is None else lines[number],
@@ -448,7 +450,7 @@ def make_pipeline(
         return make_plan(
             part,
             size,
-            own,
+            stage_settings,
             stored=mine[0],
             used=mine[1],
             whole=whole,

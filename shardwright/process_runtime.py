@@ -360,13 +360,13 @@ def lifelines() -> Lifelines | None:
         return _watched[0][1]
     store = default_store()
     try:
-        own = dist.PrefixStore("shardwright/lifelines", store.clone())  # a connection for the thread that looks
+        watch_store = dist.PrefixStore("shardwright/lifelines", store.clone())  # a connection for the thread that looks
     except (AttributeError, RuntimeError, NotImplementedError):
         return None
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     address = getattr(store, "host", LOOPBACK)
-    lines = Lifelines(own, dist.get_rank(), dist.get_world_size(), address, not is_loopback(address))
+    lines = Lifelines(watch_store, dist.get_rank(), dist.get_world_size(), address, not is_loopback(address))
     _watched[:] = [(weakref.ref(dist.group.WORLD), lines)]
     for _ in range(_LOOKS):
         lines.look()

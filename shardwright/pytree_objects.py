@@ -115,7 +115,7 @@ def opened(tree: object, around: tuple[object, ...] = ()) -> Any:
         around: the objects around it, which a cycle may reach again.
     """
 
-    def open_leaf(leaf: object) -> Any:
+    def open_leaf(leaf: object) -> object:
         attributes = _attributes(leaf)
         if _among(leaf, around) or attributes is None:
             return PlainLeaf(leaf) if isinstance(leaf, _SIMPLE) else leaf

@@ -79,13 +79,13 @@ ParallelMode: TypeAlias = Literal[
     "hybrid_parallel",
 ]
 
-#: What happens with an operator that has no rule.
+#: The treatment of an operator that has no rule.
 MissingRule: TypeAlias = Literal["error", "replicate"]
 
-#: Which random numbers operators such as dropout give.
+#: The random numbers of operators such as dropout.
 RandomNumbers: TypeAlias = Literal["exact", "fast"]
 
-#: What ZeRO/FSDP sharding cuts.
+#: The extent of ZeRO/FSDP sharding.
 OptimizerLevel: TypeAlias = Literal["level1", "level2", "level3", "auto"]
 
 #: The schedule of a pipeline; a path of a CSV file is another one.
@@ -104,11 +104,11 @@ DatasetStrategy: TypeAlias = "Literal['data_parallel', 'full_batch'] | tuple[Cut
 Limit: TypeAlias = str | float
 
 #: The devices and their links: a value, the name of a preset such as "h100x8", a JSON file, or its content.
-ClusterSetting: TypeAlias = "Cluster | str | PathLike[str] | Mapping[str, Any]"
+ClusterSetting: TypeAlias = "Cluster | str | PathLike[str] | Mapping[str, object]"
 
 #: The operators that are recomputed: a function of an operator, or a list of those that are saved.
 RecomputePolicy: TypeAlias = (
-    "Callable[[Op], bool | CheckpointPolicy | Literal['save', 'recompute'] | None] | Sequence[Callable[..., Any]]"
+    "Callable[[Op], bool | CheckpointPolicy | Literal['save', 'recompute'] | None] | Sequence[Callable[..., object]]"
 )
 
 #: The dtypes of parameters, computation and gradients; a dtype alone is that of computation.
@@ -154,9 +154,9 @@ class MixedPrecisionSetting(TypedDict, total=False):
 class CompileSetting(TypedDict, total=False):
     """The arguments of ``torch.compile`` that a compiled program takes."""
 
-    backend: str | Callable[..., Any]
+    backend: str | Callable[..., object]
     mode: str
-    options: dict[str, Any]
+    options: dict[str, object]
 
 
 class GradientFusion(TypedDict, total=False):
@@ -305,9 +305,9 @@ class Settings:
     on_missing_rule: str = "error"
     sync_batch_norm: bool = False
     hsdp: OptimizerParallel | None = None
-    recompute: Any = None
+    recompute: RecomputePolicy | None = None
     uneven: bool = False
-    cluster: Any = None
+    cluster: ClusterSetting | None = None
     memory: str | float | None = None
     optimizer: str | float | None = None
     strategies: PlanDocument | PipelineDocument | None = None
@@ -322,11 +322,11 @@ class Settings:
     def of(
         cls,
         *,
-        hsdp: Any = None,
-        strategies: Any = None,
-        param_strategies: Any = None,
-        pipeline: Any = None,
-        mixed_precision: Any = None,
+        hsdp: OptimizerParallel | Mapping[str, object] | None = None,
+        strategies: PlanDocument | PipelineDocument | str | PathLike[str] | None = None,
+        param_strategies: ParameterStrategies | str | PathLike[str] | None = None,
+        pipeline: PipelineSettings | Mapping[str, object] | None = None,
+        mixed_precision: object = None,
         **settings: Any,
     ) -> Settings:
         """The settings as a user writes them: dicts, paths and names in place of this package's values.

@@ -120,7 +120,7 @@ LONGEST = (
     "description",
     "gradient_edits",
     "watchdog",
-    "gradients",
+    "gradient_sums",
     "solve_memory_limits",
     "rank_executor",
     "docs_site",

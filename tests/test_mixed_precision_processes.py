@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwright as sw
 from shardwright.runtime.distributed import collectives
-from shardwright.runtime.distributed.buckets import SumInTurns
+from shardwright.runtime.distributed.gradient_sums import SumInTurns
 
 EXACT = sw.MixedPrecision(torch.float32, D, D)
 BF16 = sw.MixedPrecision(torch.bfloat16, torch.float32, torch.float32)

@@ -134,9 +134,9 @@ class Conditions:
         if not named and not self._tensors:
             return made
         for module in modules:
-            for own in (*parameter_table(module).values(), *buffer_table(module).values()):
-                if own is not None:
-                    named.pop(own, None)
+            for registered in (*parameter_table(module).values(), *buffer_table(module).values()):
+                if registered is not None:
+                    named.pop(registered, None)
         compared = IdentityMap((x, f"a tensor of shape {list(x.shape)}") for x in self._tensors)
         beside: list[torch.Tensor] = []
         live = _live(graph)

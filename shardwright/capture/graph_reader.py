@@ -132,7 +132,7 @@ class GraphReader(InPlaceReader):
         # Recomputed region -> number of operators, and the casts, before it.
         self.entered: dict[int, tuple[int, dict[tuple[object, ...], Value]]] = {}
         self.spans: list[tuple[int, int, int]] = []  # region, its first operator, one past its last
-        # As `GraphTemplate.of` takes them.
+        # The arguments of `GraphTemplate.of`.
         self.sources: list[tuple[torch.fx.Node, InputSpec, object]] = []
         self.steps: list[tuple[Step, int | None]] = []
         self.read_ops: list[Op] = []
@@ -502,12 +502,13 @@ class GraphReader(InPlaceReader):
                 legal="shard() on each operator by itself" + (": " + ", ".join(single)) * bool(single),
             )
         op, places = self.ops[inside[0]], self.places[inside[0]]
-        own = list(self.parameters)  # the weights of a module come after its inputs, in the order of the module
+        # The weights of a module come after its inputs, in the order of the module.
+        parameter_place = {name: place for place, name in enumerate(self.parameters)}
         names = [self.uncast.get(v.name, v).name for v in op.inputs]
         order = tuple(
             sorted(
                 range(len(names)),
-                key=lambda i: (places.get(i, len(names)), own.index(names[i]) if names[i] in own else len(own), i),
+                key=lambda i: (places.get(i, len(names)), parameter_place.get(names[i], len(parameter_place)), i),
             )
         )
         path = op.name

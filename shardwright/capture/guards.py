@@ -96,7 +96,7 @@ class Guards:
 
     def settle(self) -> None:
         """Record the present values of all places."""
-        own = [vars(module) for _, module in self._modules]
+        attributes = [vars(module) for _, module in self._modules]
         tables: list[dict[object, object]] = []
         paths = []
         for path, module in self._modules:
@@ -130,7 +130,7 @@ class Guards:
             for place in (
                 *(
                     GuardedPlace(a, key, f"{path}.{key}")
-                    for (path, _), a in zip(self._modules, own)
+                    for (path, _), a in zip(self._modules, attributes)
                     for key in ("training", "forward")
                 ),
                 *(GuardedPlace(module, "__class__", f"{path}.__class__") for path, module in self._modules),

@@ -250,7 +250,7 @@ def hooked(
     kwargs: dict[str, object],
     *,
     forward: bool,
-    own: bool = True,
+    hooks_of_net: bool = True,
     everyones: bool = False,
     target: bool = False,
 ) -> object:
@@ -260,7 +260,7 @@ def hooked(
         net: the module whose hooks run.
         run: the captured program, called with the arguments of the call.
         forward: run forward hooks too, which need the outputs of `net`.
-        own: run the hooks of `net`.
+        hooks_of_net: run the hooks of `net`.
         everyones: run the hooks of all modules.
         target: the last positional argument is the target of the loss, which hooks do not see.
 
@@ -270,7 +270,7 @@ def hooked(
     args, rest = (args[:-1], args[-1:]) if target else (args, ())
     before = _users(hooks_of_all_modules().forward_pre) if everyones else []
     after = [*hooks_of_all_modules().forward.items()] if everyones and forward else []
-    if own:
+    if hooks_of_net:
         before += hooks_of(net).forward_pre.items()
         after += hooks_of(net).forward.items() if forward else ()
     for number, hook in before:

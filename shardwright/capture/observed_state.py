@@ -297,10 +297,10 @@ class Observation(NamedReads):
                 self.written.setdefault(place.identity, place)
             return  # otherwise the object was created by the forward
         if by_torch:  # such as the list of weights in an LSTM
-            self._own.add(place_key(attributes, name))
+            self._assigned_by_layers.add(place_key(attributes, name))
         else:
             place = GuardedPlace(attributes, name, f"{path}.{name}")
-            self._own.discard(place.identity)
+            self._assigned_by_layers.discard(place.identity)
             self.written.setdefault(place.identity, place)
 
     def asked(self, obj: object, name: str) -> None:

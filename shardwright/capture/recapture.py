@@ -246,11 +246,11 @@ class LightRun:
 
     def _entering(self) -> Callable[..., object]:
         """A function that calls a module, and notes which of the model's modules is running."""
-        running, own = self._running, IdentitySet(self._modules.values())
+        running, of_model = self._running, IdentitySet(self._modules.values())
 
         def enter(call: Callable[..., object], module: nn.Module, *args: object, **kwargs: object) -> object:
             # A loss or an activation that the forward makes has no path: its operators belong to the module around it.
-            running.append(module if module in own or not running else running[-1])
+            running.append(module if module in of_model or not running else running[-1])
             try:
                 return call(module, *args, **kwargs)
             finally:

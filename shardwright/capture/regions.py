@@ -158,24 +158,24 @@ def _watch(cls: Function, put_back: contextlib.ExitStack) -> None:
 
     Outside of a capture, in other threads, and where `forward` is called by hand, both behave like the class's own.
     """
-    own: dict[str, Callable[..., object]] = {"forward": cls.forward, "setup_context": cls.setup_context}
+    methods: dict[str, Callable[..., object]] = {"forward": cls.forward, "setup_context": cls.setup_context}
     apart = cls.setup_context is not torch.autograd.Function.setup_context  # `forward` then gets no context
 
-    @functools.wraps(own["forward"])
+    @functools.wraps(methods["forward"])
     def forward(*args: object, **kwargs: object) -> object:
         # `apply` alone turns gradients off before it calls `forward`: a call by hand is a part of the model.
         context = None if apart else args[0]
         if _CALLS.get() is None or torch.is_grad_enabled() or not (apart or isinstance(context, FunctionCtx)):
-            return own["forward"](*args, **kwargs)
+            return methods["forward"](*args, **kwargs)
         made = _apply(cls, args if apart else args[1:], kwargs)
         if isinstance(context, FunctionCtx):
             _mark(context, made)
         return made
 
-    @functools.wraps(own["setup_context"])
+    @functools.wraps(methods["setup_context"])
     def setup_context(ctx: FunctionCtx, inputs: tuple[object, ...], output: object) -> None:
         if _CALLS.get() is None:
-            own["setup_context"](ctx, inputs, output)
+            methods["setup_context"](ctx, inputs, output)
         else:
             _mark(ctx, output)
 

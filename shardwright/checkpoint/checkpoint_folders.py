@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..json_files.json_reader import JsonObject
 from .digests import digest
 from .manifest import (
     MANIFEST,
@@ -406,7 +407,7 @@ class _Lock:
     def __init__(self, folder: Path) -> None:
         self.file = folder / LOCK
         self.models: list[weakref.ref[object]] = []
-        self.document: dict[str, Any] = {
+        self.document: JsonObject = {
             "host": socket.gethostname(),
             "kernel": _kernel(),
             "pid": os.getpid(),

@@ -71,7 +71,7 @@ class LoadPlan:
     ) -> None:
         self.subject, self.stored, self.state = subject, stored, state
         self.tied: dict[str, str] = dict(state.get("tied", {}))
-        source, own = str(stored.folder), stored.manifest is not None
+        source, ours = str(stored.folder), stored.manifest is not None
         if subject.wrapper is None and subject.unborn is not None:
             raise CheckpointError(
                 f"the model's {_bare(subject.unborn)!r} has no memory to load into",
@@ -99,7 +99,7 @@ class LoadPlan:
                 source=source,
                 legal="the model that was saved, or strict=False for what they have in common",
             )
-        if extra and strict and own:
+        if extra and strict and ours:
             raise CheckpointError(
                 f"a checkpoint of another model: it has {_listed(extra)}, which the model does not",
                 source=source,
@@ -117,7 +117,7 @@ class LoadPlan:
                     legal="a model of the same shapes",
                 )
             mine = dtype_name(subject.tensors[name].dtype)
-            if dtype != mine and ((strict and own) or not _alike(dtype, mine)):
+            if dtype != mine and ((strict and ours) or not _alike(dtype, mine)):
                 raise CheckpointError(
                     f"its {_bare(stored_name)!r} is {dtype}, the model's is {mine}",
                     source=source,

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ..cluster import MOST_DEVICES
 from ..errors import CheckpointError, shown
-from ..json_files.json_reader import MIB, kind_of, read_object, step
+from ..json_files.json_reader import MIB, JsonObject, kind_of, read_object, step
 from ..json_files.json_values import dtype_named, is_shape
 from ..launch.progress import Work
 from .digests import ALGORITHMS, BLOCK, Algorithm, blocks_of, digest, shares
@@ -310,7 +310,7 @@ class _Reading:
             self._fault(place, f"{shown(value)} is no object with {', '.join(names)}")
         return value
 
-    def manifest(self, encoded: dict[str, Any]) -> Manifest:
+    def manifest(self, encoded: JsonObject) -> Manifest:
         optional = [name for name in ("places",) if name in encoded]
         names = ["schema", "kind", "step", "id", "model", "plan", "world", "digest", "files", "tensors", "seal"]
         self._fields((), encoded, names + optional)
@@ -384,11 +384,11 @@ class _Reading:
         return TensorEntry(tuple(shape), entry["dtype"], layout, pieces)
 
     def _layout(self, place: Sequence[str | int], entry: Any) -> None:
-        own = isinstance(entry, dict) and "own" in entry
-        self._fields(place, entry, ["devices", "first", "layout", *["own"] * own])
+        per_rank = isinstance(entry, dict) and "own" in entry
+        self._fields(place, entry, ["devices", "first", "layout", *["own"] * per_rank])
         self._whole([*place, "devices"], entry["devices"], 1, MOST_DEVICES)
         self._whole([*place, "first"], entry["first"], 0, MOST_DEVICES)
-        if not isinstance(entry["layout"], (list, dict)) or (own and entry["own"] is not True):
+        if not isinstance(entry["layout"], (list, dict)) or (per_rank and entry["own"] is not True):
             self._fault(place, f"{shown(entry)} is no layout")
 
     def _piece(

@@ -99,7 +99,7 @@ class TensorPlacement:
         shape: the shape of the whole tensor.
         layout: the layout over the ranks from `first` on; None: unknown.
         first: the first rank of the layout.
-        own: True where each rank has its own value, stacked along dim 0.
+        per_rank: True where each rank has its own value, stacked along dim 0.
         box: the part of the tensor on this rank; None: nothing.
         holders: the ranks that hold this box, any of which may write it.
     """
@@ -107,7 +107,7 @@ class TensorPlacement:
     shape: tuple[int, ...]
     layout: Layout | None
     first: int
-    own: bool
+    per_rank: bool
     box: Box | None
     holders: tuple[int, ...]
 
@@ -117,7 +117,7 @@ class TensorPlacement:
         if self.layout is None:
             return None
         encoded = {"devices": self.layout.devices, "first": self.first, "layout": spell_layout(self.layout)}
-        return encoded | {"own": True} if self.own else encoded
+        return encoded | {"own": True} if self.per_rank else encoded
 
 
 @dataclass(frozen=True)
@@ -235,14 +235,14 @@ class CheckpointedModel:
         return self.place_of(name, tensor, *self._layout_of(name, tensor))
 
     def place_of(
-        self, name: str, tensor: Tensor, layout: Layout | None, first: int = 0, own: bool = False
+        self, name: str, tensor: Tensor, layout: Layout | None, first: int = 0, per_rank: bool = False
     ) -> tuple[TensorPlacement, Tensor]:
         """The placement of a tensor, and its values on this rank.
 
         Args:
             name: the tensor, as errors name it.
             tensor: a DTensor, or a plain tensor that every rank has whole.
-            layout, first, own: the fields of `TensorPlacement`, for a plain tensor.
+            layout, first, per_rank: the fields of `TensorPlacement`, for a plain tensor.
 
         Raises:
             CheckpointError: a DTensor that Shardwright has not made.
@@ -252,7 +252,7 @@ class CheckpointedModel:
         if not isinstance(tensor, DTensor):
             box = tuple(map(slice, [0] * tensor.dim(), tensor.shape))
             return TensorPlacement(
-                tuple(tensor.shape), layout, first, own, box, (first if self.ranks.world > 1 else 0,)
+                tuple(tensor.shape), layout, first, per_rank, box, (first if self.ranks.world > 1 else 0,)
             ), tensor.detach()
         key = tensor.device_mesh, tensor.placements, tensor.shape
         if key not in self._places:
@@ -283,10 +283,10 @@ class CheckpointedModel:
         return self.ranks.world > 1 and is_own(tensor) and stacked(tensor) is None
 
     def _layout_of(self, name: str, tensor: Tensor) -> tuple[Layout | None, int, bool]:
-        """Layout, first rank and ``own`` flag of a tensor that is whole here, as the plan has them."""
-        own = stacked(tensor)
-        if own is not None:
-            return Layout.of(own, ((Digit(own, 1),),) + ((),) * (tensor.dim() - 1)), 0, True
+        """Layout, first rank and ``per_rank`` flag of a tensor that is whole here, as the plan has them."""
+        stacked_devices = stacked(tensor)
+        if stacked_devices is not None:
+            return Layout.of(stacked_devices, ((Digit(stacked_devices, 1),),) + ((),) * (tensor.dim() - 1)), 0, True
         planned = self.plan.parameters.get(self.parameter_name(name)) if self.plan is not None else None
         if planned is None:
             return None, 0, False
@@ -365,7 +365,7 @@ def _state(
     if isinstance(value, DTensor):
         return LocalTensor(called, dtype, *subject.place_of(called, value, None), value)
     if value.shape == parameter.shape and value.dim() and not isinstance(parameter, DTensor):
-        stacks = place.own and subject.ranks.world > 1
+        stacks = place.per_rank and subject.ranks.world > 1
         return LocalTensor(called, dtype, place, value.detach().unsqueeze(0) if stacks else value.detach(), value)
     if value.dim() and isinstance(parameter, DTensor):
         raise CheckpointError(
@@ -373,7 +373,7 @@ def _state(
             source=called,
             legal="an optimizer whose state is made by torch.zeros_like",
         )
-    if place.own and subject.ranks.world > 1 and value.dim():
+    if place.per_rank and subject.ranks.world > 1 and value.dim():
         raise CheckpointError(
             f"a tensor of shape {tuple(value.shape)}, of a parameter that is each rank's own",
             source=called,

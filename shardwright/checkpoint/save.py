@@ -30,13 +30,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..accelerators import current_stream, event, host_memory, is_accelerator, side_stream, within
 from ..errors import CheckpointError
+from ..json_files.json_reader import JsonObject
 from ..json_files.json_values import encode
 from ..launch.progress import Work
 from ..runtime.distributed.rank_messages import ranks_of_now
@@ -525,7 +526,7 @@ def _collected(
     if whole and hasattr(subject.net, "save_pretrained") and config is not None and hasattr(config, "to_json_string"):
         texts[CONFIG] = config.to_json_string().encode()  # Hugging Face needs it to read the folder
     written = written_boxes(tensors, ranks.rank)
-    description: dict[str, Any] = {
+    description: JsonObject = {
         "step": step,
         "integrated_save": whole,
         "tensors": descriptions_of(tensors, written),

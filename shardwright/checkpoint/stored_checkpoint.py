@@ -434,13 +434,13 @@ def _step_of(folder: Path) -> int | None:
 
 def _visible(path: object, mine: Path | None, found: Iterable[list[Any] | None], step: int | None) -> list[Path]:
     """The folders of the checkpoint that this rank sees: its own first, then those that other ranks have named."""
-    own = mine if mine is not None and _step_of(mine) == step else None
-    if own is None and step is not None and isinstance(path, (str, os.PathLike)):
-        own = steps_in(Path(path)).get(step)
+    seen_path = mine if mine is not None and _step_of(mine) == step else None
+    if seen_path is None and step is not None and isinstance(path, (str, os.PathLike)):
+        seen_path = steps_in(Path(path)).get(step)
     named = dict.fromkeys(Path(other[0]) for other in found if other is not None and other[1] == step)
-    if own is not None:
-        named.pop(Path(os.path.abspath(own)), None)
-    return [*([] if own is None else [own]), *filter(_holds_one, named)]
+    if seen_path is not None:
+        named.pop(Path(os.path.abspath(seen_path)), None)
+    return [*([] if seen_path is None else [seen_path]), *filter(_holds_one, named)]
 
 
 def _holds_one(folder: Path) -> bool:

@@ -33,12 +33,12 @@ class TargetPlacement(NamedTuple):
     Attributes:
         storage: shape, dtype, layout and ranks.
         alone: True where the first of its ranks alone writes it.
-        own: True where each rank has its own value, stacked along dim 0.
+        per_rank: True where each rank has its own value, stacked along dim 0.
     """
 
     storage: TensorStorage
     alone: bool
-    own: bool
+    per_rank: bool
 
     @property
     def described(self) -> tuple[tuple[int, ...], str, dict[str, object] | None]:
@@ -47,7 +47,7 @@ class TargetPlacement(NamedTuple):
         return (
             storage.shape,
             storage.dtype,
-            TensorPlacement(storage.shape, storage.layout, storage.first, self.own, None, ()).encoded,
+            TensorPlacement(storage.shape, storage.layout, storage.first, self.per_rank, None, ()).encoded,
         )
 
 
@@ -131,12 +131,12 @@ def _of_state(name: str, entry: TensorEntry, strategies: ParameterStrategies, so
 def boxes_of(places: Mapping[str, TargetPlacement], rank: int) -> list[tuple[str, Box]]:
     """The boxes that a rank writes, as a save of that run would: name and box, in the order of the tensors."""
     tensors = []
-    for name, (storage, alone, own) in places.items():
+    for name, (storage, alone, per_rank) in places.items():
         box, holders = storage.of_rank(rank)
         if holders and (not alone or rank == storage.first):
             local = torch.empty([s.stop - s.start for s in box], dtype=dtype_named(storage.dtype), device="meta")
             place = TensorPlacement(
-                storage.shape, storage.layout, storage.first, own, box, (rank,) if alone else holders
+                storage.shape, storage.layout, storage.first, per_rank, box, (rank,) if alone else holders
             )
             tensors.append(LocalTensor(name, storage.dtype, place, local))
     return [

@@ -44,6 +44,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ShardwrightError
+from ..json_files.json_reader import JsonObject
 from ..json_files.json_values import dtype_named, encode
 from ..launch.progress import Work
 from ..pipeline.pipeline_plan import PipelinePlan
@@ -296,7 +297,7 @@ class SaveJob:
     aliases: Mapping[str, str]
     plan: Plan | PipelinePlan | None
     written: list[WrittenBox]
-    description: dict[str, Any]
+    description: JsonObject
     random: dict[str, object]
     data: dict[str, object] | None
     state: dict[str, Any]
@@ -314,7 +315,7 @@ class SaveJob:
         """The folder being written."""
         return self.path / f".{folders.name_of(self.step)}.{self.id}.part"
 
-    def settle(self, descriptions: list[dict[str, Any]]) -> None:
+    def settle(self, descriptions: list[JsonObject]) -> None:
         """Combine the descriptions of all ranks.
 
         Args:
@@ -406,12 +407,12 @@ class SaveJob:
 
     def _gather(self) -> None:
         """Gather the random state and the data position of each rank on rank 0."""
-        own: dict[str, object] = {}
+        rank_state: dict[str, object] = {}
         try:
-            own = {"random": {key: encode(value) for key, value in self.random.items()}, "data": self.data}
+            rank_state = {"random": {key: encode(value) for key, value in self.random.items()}, "data": self.data}
         except Exception as error:  # raised later, in an agreement of all ranks
             self.failed = self.failed or located(error, self.part)
-        states = self.ranks.gathered(own)
+        states = self.ranks.gathered(rank_state)
         self.state |= {key: _by_rank([theirs.get(key) for theirs in states]) for key in ("random", "data") if states}
 
     def give_up(self) -> None:

@@ -10,11 +10,12 @@ The command is one process, without a process group or devices. Its memory never
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import ShardwrightError
+from ..json_files.json_reader import JsonObject
 from .command_line import (
     Nothing,
     add_import_option,
@@ -148,10 +149,10 @@ def info(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def encoded(stored: StoredTensors) -> dict[str, Any]:
+def encoded(stored: StoredTensors) -> JsonObject:
     """A checkpoint as JSON: the contents of its manifest, and the bytes of each tensor."""
     made = stored.manifest
-    tensors: dict[str, dict[str, Any]] = {
+    tensors: dict[str, JsonObject] = {
         name: {"shape": list(e.shape), "dtype": e.dtype, "layout": e.layout, "bytes": e.bytes}
         for name, e in stored.entries.items()
     }
@@ -217,7 +218,7 @@ def show(stored: StoredTensors, file: IO[str] | None = None, width: int | None =
     show_table(console, shown)
 
 
-def cut(tensor: Mapping[str, Any]) -> str:
+def cut(tensor: JsonObject) -> str:
     """The cuts of a stored tensor: ``2x4 of 8``, with the first rank where that is not rank 0."""
     from ..planfile.encoding import read_layout  # noqa: PLC0415  imports torch
 

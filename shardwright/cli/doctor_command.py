@@ -35,6 +35,7 @@ from importlib import metadata
 from typing import Any
 
 from ..errors import SettingError
+from ..json_files.json_reader import JsonObject
 from ..launch.environment import LOOPBACK, PORT, RankInRun, find, leading_to, remark, token_of
 from ..launch.run_settings import bound, check_port
 from .command_line import add_json_option, print_json
@@ -347,7 +348,7 @@ def devices() -> Iterator[Finding]:
             f"against torch's {build}",
         )
         return
-    rows: list[dict[str, Any]] = seen.value
+    rows: list[JsonObject] = seen.value
     if not rows:
         lost = build != "CPU" and bool(driver_kind())
         mend = f"unset {' '.join(hidden)}, or name accelerators that are there" if hidden else ""

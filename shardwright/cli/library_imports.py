@@ -11,7 +11,7 @@ from .forked_ranks import error_text, in_children
 
 __all__ = ["IMPORTED", "library_imports"]
 
-#: What is imported of each library that the pages' examples use: libraries load their parts late.
+#: The module that is imported of each library in the pages' examples: libraries load their parts late.
 IMPORTED = {
     "torchvision": "torchvision.models",
     "transformers": "transformers.models.llama.modeling_llama",

@@ -371,10 +371,10 @@ class _Pass:
         before: list[int] = []
         for groups in blocks.values():
             # The runtime knows where it is in a backward by the weights that the backward reads.
-            own = [member.moment for members in groups.values() for member in members]
+            moments = [member.moment for members in groups.values() for member in members]
             for digits, members in groups.items():
-                yield members[0].moment, (digits, members, sorted({*before, *own}))
-            before = own
+                yield members[0].moment, (digits, members, sorted({*before, *moments}))
+            before = moments
 
     def _regather(self, digits: Digits, members: list[Member], moments: Sequence[int]) -> None:
         ((first, stop, nbytes),) = self._received(members, members[0].moment)

@@ -21,6 +21,9 @@ memory of collectives and waste of the allocator are not counted.
 
 `LiveRanges` of `partition/rematerialization.py` gives the live ranges of the forward alone; this file adds the
 backward, recomputation and bytes.
+
+Example: y = relu(x @ w), three instructions with the loss. The product is held from moment 0 to 1, where relu consumes
+it; y, which relu's backward needs, from moment 1 to moment 4, the backward of relu.
 """
 
 from __future__ import annotations
@@ -380,13 +383,13 @@ class _Walk:
             b.move.target.name: self.count + p for p, b in enumerate(self.backward) if isinstance(b, Regather)
         }
         remade_at = dict(regathered_at)
-        own: dict[int, int] = {}
+        restored_at: dict[int, int] = {}
         for region in self.regions:
             place = begun.get(region)
             if place is None:
                 continue
             remade_at.update((name, place) for name in region.dropped)
-            own.update((i, place) for i in region.own)
+            restored_at.update((i, place) for i in region.internal)
         stays: dict[str, int] = {}  # root -> the last moment at which the forward's tensor is needed
         returns: dict[str, list[int]] = {}  # root -> [first, last] moment of the recomputed tensor
 
@@ -407,9 +410,11 @@ class _Walk:
             for name in saved.values:
                 needs(name, at)
             if saved.own_bytes:
-                self.hold("activations", i.operator, place, (at if place not in own else place) + 1, saved.own_bytes)
-                if place in own:
-                    self.hold("recomputed", i.operator, own[place], at + 1, saved.own_bytes)
+                self.hold(
+                    "activations", i.operator, place, (at if place not in restored_at else place) + 1, saved.own_bytes
+                )
+                if place in restored_at:
+                    self.hold("recomputed", i.operator, restored_at[place], at + 1, saved.own_bytes)
         for region in self.regions:
             if region in begun:
                 for name in region.inputs:

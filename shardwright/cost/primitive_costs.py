@@ -327,7 +327,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self.launched |= not getattr(func, "is_view", False) and func is not torch.ops.aten.detach.default

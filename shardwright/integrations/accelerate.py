@@ -51,7 +51,7 @@ class Accelerator(accelerate.Accelerator):
     #: True: every process is fed the whole batch; None: no parallel model has been prepared.
     _whole_batches: bool | None = None
 
-    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+    def prepare(self, *args: object, device_placement: list[bool] | None = None) -> Any:
         for model in args:
             if isinstance(model, AutoParallel):
                 self.feed(model)
@@ -91,7 +91,7 @@ class Accelerator(accelerate.Accelerator):
             return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
-    def prepare_data_loader(self, data_loader: object, *args: Any, **kwargs: Any) -> Any:
+    def prepare_data_loader(self, data_loader: object, *args: object, **kwargs: object) -> Any:
         made = super().prepare_data_loader(data_loader, *args, **kwargs)
         if self._whole_batches:
             shards: tuple[Any, ...] = (getattr(made, "batch_sampler", None), getattr(made, "dataset", None))
@@ -106,7 +106,7 @@ class Accelerator(accelerate.Accelerator):
                 )
         return made
 
-    def gather_for_metrics(self, input_data: object, *args: Any, **kwargs: Any) -> Any:
+    def gather_for_metrics(self, input_data: object, *args: object, **kwargs: object) -> Any:
         if not self._whole_batches:
             return super().gather_for_metrics(input_data, *args, **kwargs)
         state = self.gradient_state
@@ -115,7 +115,7 @@ class Accelerator(accelerate.Accelerator):
         )  # number of rows of a last, smaller batch
         return pytree.tree_map_only(torch.Tensor, lambda x: x[:last], input_data)
 
-    def get_state_dict(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def get_state_dict(self, model: nn.Module, *args: object, **kwargs: object) -> Any:
         if not isinstance(model, AutoParallel):
             return super().get_state_dict(model, *args, **kwargs)
         with model.whole(rank=0) as net, torch.no_grad():
@@ -128,15 +128,15 @@ class Accelerator(accelerate.Accelerator):
                 }
             )
 
-    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+    def save_state(self, *args: object, **kwargs: object) -> Any:
         self._refuse("save_state")
         return super().save_state(*args, **kwargs)
 
-    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state(self, *args: object, **kwargs: object) -> Any:
         self._refuse("load_state")
         return super().load_state(*args, **kwargs)
 
-    def save_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def save_model(self, model: nn.Module, *args: object, **kwargs: object) -> Any:
         if isinstance(model, AutoParallel):
             raise SettingError("accelerator.save_model of a parallel model", legal=_CHECKPOINTS)
         return super().save_model(model, *args, **kwargs)

@@ -50,19 +50,32 @@ class HuggingFaceMonitor(MonitoredLoop, transformers.TrainerCallback):
         >>> callbacks = [HuggingFaceMonitor(every=10)]  # of a Trainer
     """
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: object,
+    ) -> None:
         self._begin(model, args.world_size, state.global_step)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._done(state.global_step)
 
-    def on_evaluate(self, args: Any, state: object, control: object, **kwargs: object) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._leave_out()
 
-    def on_save(self, args: Any, state: object, control: object, **kwargs: object) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._leave_out()
 
-    def on_train_end(self, args: Any, state: object, control: object, **kwargs: object) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._close()
 
     def training_failed(self) -> None:
@@ -71,7 +84,8 @@ class HuggingFaceMonitor(MonitoredLoop, transformers.TrainerCallback):
 
 
 if TYPE_CHECKING:
-    from transformers import Trainer as _Trainer
+    from transformers import Trainer as _Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_utils import TrainOutput
 else:
     _Trainer = object
 
@@ -101,7 +115,9 @@ class TrainerMixin(_Trainer):
 
     model: Any  #: the `AutoParallel`; inside `_save` and the like the plain model
 
-    def __init__(self, model: AutoParallel | None = None, args: Any = None, *more: object, **kwargs: object) -> None:
+    def __init__(
+        self, model: AutoParallel | None = None, args: TrainingArguments | None = None, *more: object, **kwargs: object
+    ) -> None:
         if not isinstance(model, AutoParallel):
             raise SettingError(f"Trainer(model={type(model).__name__})", legal="Trainer(model=sw.AutoParallel(net), …)")
         if model.loss_fn is not None:
@@ -155,8 +171,12 @@ class TrainerMixin(_Trainer):
         return False  # `clip_grad_norm_` takes gradients on several meshes
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: object = None
-    ) -> Any:
+        self,
+        model: nn.Module,
+        inputs: dict[str, object],
+        return_outputs: bool = False,
+        num_items_in_batch: object = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, object]:
         """The loss of the whole batch, not scaled by the number of processes; else as in `transformers.Trainer`."""
         if (
             self.model_accepts_loss_kwargs
@@ -172,7 +192,7 @@ class TrainerMixin(_Trainer):
     def _monitors(self) -> list[HuggingFaceMonitor]:
         return [found for found in self.callback_handler.callbacks if isinstance(found, HuggingFaceMonitor)]
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, *args: object, **kwargs: object) -> TrainOutput:
         """Train as `transformers.Trainer` does; monitors are closed where it raises."""
         try:
             return super().train(*args, **kwargs)
@@ -181,7 +201,9 @@ class TrainerMixin(_Trainer):
                 monitor.training_failed()
             raise
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, object], *args: object, **kwargs: object
+    ) -> torch.Tensor:
         """Do a step of `transformers.Trainer`; monitors note the batch and its loss."""
         loss = super().training_step(model, inputs, *args, **kwargs)
         for monitor in self._monitors():
@@ -190,7 +212,7 @@ class TrainerMixin(_Trainer):
 
     # -- checkpoints --
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, object] | None = None) -> None:
         with self.model.whole(rank=None if self.args.save_on_each_node else 0) as net:
             if net is not None:
                 model, self.model = self.model, net
@@ -251,7 +273,7 @@ class TrainerMixin(_Trainer):
         self.lr_scheduler.load_state_dict(state)
 
 
-def _plain(optimizer: Any) -> torch.optim.Optimizer:
+def _plain(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The torch optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 

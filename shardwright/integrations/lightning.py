@@ -20,10 +20,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -63,25 +62,30 @@ class LightningMonitor(MonitoredLoop, Callback):
 
     _validation = 0.0  # the time at which it began
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin(next(iter(_parallel_models(pl_module)), None), trainer.world_size, trainer.global_step)
 
     def on_train_batch_end(
-        self, trainer: Any, pl_module: object, outputs: object, batch: object, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Tensor | Mapping[str, Tensor] | None,
+        batch: object,
+        batch_idx: int,
     ) -> None:
         self.note(batch, outputs.get("loss") if isinstance(outputs, Mapping) else outputs)
         self._done(trainer.global_step)
 
-    def on_validation_start(self, trainer: object, pl_module: object) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validation = time.perf_counter()
 
-    def on_validation_end(self, trainer: object, pl_module: object) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._leave_out(self._validation)
 
-    def on_train_end(self, trainer: object, pl_module: object) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close()
 
-    def on_exception(self, trainer: object, pl_module: object, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._close(failed=True)
 
 
@@ -105,7 +109,7 @@ class ShardwrightStrategy(DDPStrategy):
     def _models(self) -> list[AutoParallel]:
         return _parallel_models(self.lightning_module)
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: Trainer) -> None:
         self._check(trainer)
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.model)
@@ -113,7 +117,7 @@ class ShardwrightStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
-    def _check(self, trainer: Any) -> None:
+    def _check(self, trainer: Trainer) -> None:
         models = self._models
         if not models:
             raise SettingError(
@@ -164,7 +168,7 @@ class ShardwrightStrategy(DDPStrategy):
 
     # -- checkpoints --
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> dict[str, object]:
         """The whole tensors, on rank 0; empty on other ranks, which save nothing."""
         with contextlib.ExitStack() as stack:
             for model in self._models:
@@ -179,7 +183,7 @@ class ShardwrightStrategy(DDPStrategy):
                 stack.enter_context(model.whole())
             self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, object]:
         """The whole tensors of an optimizer's state.
 
         Raises:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import SupportsFloat, TextIO
 
 import torch
 from torch import Tensor, nn
 
-from ..monitor import Monitor
+from ..monitor import MetricRun, Monitor, ScalarWriter
 from ..parallel.auto_parallel import AutoParallel
 from ..torch_private import pytree
 
@@ -53,12 +54,12 @@ class MonitoredLoop:
     def __init__(
         self,
         every: int = 10,
-        tensorboard: str | Path | Any | None = None,
+        tensorboard: str | Path | ScalarWriter | None = None,
         *,
-        wandb: bool | Mapping[str, object] | Any | None = None,
+        wandb: bool | Mapping[str, object] | MetricRun | None = None,
         out: TextIO | None = None,
     ) -> None:
-        self._arguments: dict[str, Any] = {"every": every, "tensorboard": tensorboard, "wandb": wandb, "out": out}
+        self._monitor_of = partial(Monitor, every=every, tensorboard=tensorboard, wandb=wandb, out=out)
         self._monitor: Monitor | None = None
         self._loss: Tensor | None = None
         self._counts: Counter[str] = Counter()
@@ -76,9 +77,9 @@ class MonitoredLoop:
         whole = isinstance(model, AutoParallel) and model.settings.dataset_strategy == "full_batch"
         self._parts, self._steps = 1 if whole else processes, steps
         self._loss, self._counts = None, Counter()
-        self._monitor = Monitor(model, **self._arguments)
+        self._monitor = self._monitor_of(model)
 
-    def note(self, batch: object, loss: Any) -> None:
+    def note(self, batch: object, loss: Tensor | SupportsFloat | None) -> None:
         """Note a micro-batch: what was fed, and its part of the step's loss."""
         if self._monitor is None:
             return

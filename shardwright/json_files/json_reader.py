@@ -26,7 +26,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from ..errors import ShardwrightError, did_you_mean, shown
 from ..garbage_collection import gc_paused
@@ -35,6 +35,7 @@ __all__ = [
     "DEPTH",
     "DIGITS",
     "MIB",
+    "JsonObject",
     "check_fields",
     "field_line",
     "kind_of",
@@ -44,6 +45,9 @@ __all__ = [
     "short",
     "step",
 ]
+
+#: An object of JSON: its values are of any kind, and their reader tests each.
+JsonObject: TypeAlias = dict[str, Any]
 
 #: Objects and lists within one another, at most.
 DEPTH = 100
@@ -84,7 +88,7 @@ def read_object(
     legal: str,
     limit: int = 256 * MIB,
     edited: bool = False,
-) -> tuple[str, dict[str, Any]]:
+) -> tuple[str, JsonObject]:
     """The text of a file, and the JSON object in it.
 
     Args:

@@ -23,7 +23,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -101,7 +100,7 @@ class Agent(LocalElasticAgent):
         self._progress = progress
         self.elsewhere: NodeFailure | None = None
 
-    def _invoke_run(self, *arguments: Any) -> RunResult:
+    def _invoke_run(self, *arguments: str) -> RunResult:
         try:
             return super()._invoke_run(*arguments)
         except SignalException as stop:

@@ -513,12 +513,12 @@ def leading_to(address: str, port: int) -> str | None:
         family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(target)  # on a datagram socket: looks up the route, sends nothing
-            own = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
+            outgoing = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
     except (OSError, ValueError):
         return None
-    if own.is_loopback and not is_loopback(address):
+    if outgoing.is_loopback and not is_loopback(address):
         return None
-    return next((name for _, name in socket.if_nameindex() if own in _addresses(name)), None)
+    return next((name for _, name in socket.if_nameindex() if outgoing in _addresses(name)), None)
 
 
 def _addresses(name: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:

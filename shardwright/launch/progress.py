@@ -31,7 +31,7 @@ from contextvars import ContextVar
 from functools import wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Protocol, TextIO, TypeVar, cast
+from typing import Any, Generic, ParamSpec, Protocol, TextIO, TypeVar
 
 from ..errors import SettingError
 from .console import PREFIX
@@ -61,7 +61,7 @@ EVERY = 10.0  # seconds between two lines of a log
 logger = logging.getLogger("shardwright.progress")
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
 
 
 class BestPlan(Protocol):
@@ -431,7 +431,9 @@ def showing(setting: object) -> Iterator[None]:
             _SETTING.set(before)
 
 
-def phase(name: str, setting: Callable[..., object] = lambda *_, **__: None) -> Callable[[F], F]:
+def phase(
+    name: str, setting: Callable[..., object] = lambda *_, **__: None
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """A decorator: the function is a phase, which is shown as its arguments say.
 
     Args:
@@ -439,13 +441,13 @@ def phase(name: str, setting: Callable[..., object] = lambda *_, **__: None) -> 
         setting: from the function's arguments to that of `showing`; by default as outside.
     """
 
-    def decorate(function: F) -> F:
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
             with showing(setting(*args, **kwargs)), Work(name):
                 return function(*args, **kwargs)
 
-        return cast("F", call)
+        return call
 
     return decorate
 

@@ -354,7 +354,7 @@ class AutoParallel(ProgramCache, nn.Module):
 
     def _with_global_hooks(self, *args: object, **kwargs: object) -> object:
         if self.loss_fn is None:
-            return hooked(self.net, self.forward, args, kwargs, forward=True, own=False, everyones=True)
+            return hooked(self.net, self.forward, args, kwargs, forward=True, hooks_of_net=False, everyones=True)
         return self.forward(*args, **kwargs)
 
     @signed_as_net
@@ -608,7 +608,7 @@ class AutoParallel(ProgramCache, nn.Module):
             super().__delattr__(name)
 
     def register_forward_pre_hook(
-        self, hook: Callable[..., Any], *, prepend: bool = False, with_kwargs: bool = False
+        self, hook: Callable[..., object], *, prepend: bool = False, with_kwargs: bool = False
     ) -> RemovableHandle:
         refuse_class(type(getattr(hook, "__self__", None)))  # the first thing that ``fully_shard`` does to a module
         return super().register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)

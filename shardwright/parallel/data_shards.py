@@ -97,7 +97,7 @@ class DataShard:
             return 0, 1
         if strategy == "data_parallel":
             return position, positions
-        entries = [entry for entry in strategy if isinstance(entry, Layout) or len(entry)]
+        entries = [entry for entry in strategy if entry is not None and (isinstance(entry, Layout) or len(entry))]
         layouts = [entry if isinstance(entry, Layout) else Layout.from_cuts(positions, entry) for entry in entries]
         rows = {_rows_of(layout) for layout in layouts}
         if len(rows) != 1 or None in rows or any(layout.devices != positions for layout in layouts):

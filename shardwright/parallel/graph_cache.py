@@ -215,8 +215,10 @@ class _Numbers:
         return now
 
     def _follows(self, a: int, now: int) -> bool:
-        """True where a number that has changed since the earlier size, and does not grow with the rows, follows a dim
-        that is not the rows: as a multiple of it, or at a distance from it."""
+        """True where a changed number that does not grow with the rows follows another dim than the rows.
+
+        It follows the dim as a multiple of it, or at a distance from it.
+        """
         return self._same_rows or any(a * z == now * x or now - a == z - x for x, z in self._fixed_sizes)
 
 

@@ -410,7 +410,7 @@ _LEGAL = "torch.func.grad, grad_and_value or vjp of the model, once; or sw.value
 
 def called_in_transform(
     holder: ModelAndLoss,
-    own: dict[str, nn.Parameter],
+    parameters_by_name: dict[str, nn.Parameter],
     call: Callable[..., object],
     args: tuple[object, ...],
     kwargs: dict[str, object],
@@ -419,7 +419,7 @@ def called_in_transform(
 
     Args:
         holder: the model and its loss, which may hold other tensors than their own now.
-        own: the parameters of the model, by name, as the wrapper has been given them.
+        parameters_by_name: the parameters of the model, by name, as the wrapper has been given them.
         call: the call of the model on its own parameters.
         args, kwargs: the arguments.
 
@@ -428,7 +428,7 @@ def called_in_transform(
     """
     if len(transforms()) > 1:
         _refuse("a transform of torch.func inside another one, around a call")
-    made = _Call(holder, own, call, args, kwargs)
+    made = _Call(holder, parameters_by_name, call, args, kwargs)
     outputs = _Forward.apply(made, *made.tensors)
     return made.result(outputs)
 
@@ -443,7 +443,7 @@ class _Call:
     def __init__(
         self,
         holder: ModelAndLoss,
-        own: dict[str, nn.Parameter],
+        parameters_by_name: dict[str, nn.Parameter],
         call: Callable[..., object],
         args: tuple[object, ...],
         kwargs: dict[str, object],
@@ -458,8 +458,12 @@ class _Call:
         ]
         self._tensors = list(dict.fromkeys(tensor for _, _, tensor in self._places))
         named: dict[Tensor, str] = {x: name for name, x in reversed(list(holder.named_parameters()))}
-        self._own = {x: successor_of(own[named[x]]) for x in self._tensors if x in named and named[x] in own}
-        if current().processes and any(not hasattr(p, CUT) for p in self._own.values()):
+        self._parameters_by_name = {
+            x: successor_of(parameters_by_name[named[x]])
+            for x in self._tensors
+            if x in named and named[x] in parameters_by_name
+        }
+        if current().processes and any(not hasattr(p, CUT) for p in self._parameters_by_name.values()):
             raise SettingError(
                 "the first call of the model is under torch.func: it cuts the parameters, which functional_call "
                 "has replaced for its time",
@@ -480,12 +484,12 @@ class _Call:
         count = len(self._tensors)
         present: dict[Tensor, Tensor] = {}
         for x, tensor in zip(self._tensors, tensors):
-            own = self._own.get(x)
-            if own is None or tensor is own:
+            parameter = self._parameters_by_name.get(x)
+            if parameter is None or tensor is parameter:
                 present[x] = tensor
             else:
-                present[x] = own
-                self._values.append((own, tensor))
+                present[x] = parameter
+                self._values.append((parameter, tensor))
         self._inputs = [
             x.detach().requires_grad_() if wanted else x.detach()
             for x, wanted in zip(tensors[count:], self._wanted[count:])
@@ -513,7 +517,7 @@ class _Call:
             raise SettingError("a second backward of a call under torch.func", legal=_LEGAL)
         outputs, self._outputs = self._outputs, None
         pairs = [(x, g) for x, g in zip(outputs, gradients) if x.requires_grad]
-        parameters = [self._own.get(x) for x in self._tensors]
+        parameters = [self._parameters_by_name.get(x) for x in self._tensors]
         trained = [p for p in parameters if p is not None]
         with without_gradients(trained), _hooks_allowed(), _holding(self._values):
             torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])

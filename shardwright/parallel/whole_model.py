@@ -100,10 +100,10 @@ def _check(model: SettingMethods) -> None:
         SettingError: parameters without values, or that differ from rank to rank by design.
     """
     holder = ModelAndLoss(model.net, model.loss_fn)
-    own = sorted(own_parameters(holder))
-    if own:
+    layerwise = sorted(own_parameters(holder))
+    if layerwise:
         raise SettingError(
-            f"the parameter {own[0]!r} is layerwise_parallel, a slice of each rank's own: there is no whole model",
+            f"the parameter {layerwise[0]!r} is layerwise_parallel, another slice on each rank: no whole model exists",
             legal="sw.save_checkpoint, which stacks the ranks' slices",
         )
     unborn = next((n for n, t in [*holder.named_parameters(), *holder.named_buffers()] if t.is_meta), None)
@@ -398,7 +398,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 # -- parts of the model that are called by themselves ----------------------------------------------------------------
 
 
-_refusing: list[Any] = []
+_refusing: list[object] = []
 
 
 def refuse_calls_of_parts() -> None:

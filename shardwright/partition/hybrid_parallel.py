@@ -125,13 +125,14 @@ def place_whole_inputs(graph: Graph, devices: int, dataset: object) -> InputPlac
     return InputPlacement(layouts, any(not layout.is_replicated for layout in layouts))
 
 
-def with_stacked(graph: Graph, devices: int, own: OwnPrograms) -> Graph:
+def with_stacked(graph: Graph, devices: int, programs: OwnPrograms) -> Graph:
     """The graph with each layerwise parameter in its storage shape: all ranks' parameters stacked along a first
     dim."""
     return replace(
         graph,
         parameters={
-            n: replace(v, shape=(devices, *v.shape)) if n in own.parameters else v for n, v in graph.parameters.items()
+            n: replace(v, shape=(devices, *v.shape)) if n in programs.parameters else v
+            for n, v in graph.parameters.items()
         },
     )
 
@@ -146,14 +147,14 @@ def decided(graph: Graph, devices: int) -> dict[str, Decision]:
     return out
 
 
-def own_programs(graph: Graph, devices: int, input_placement: InputPlacement, own: OwnPrograms) -> LocalProgram:
+def own_programs(graph: Graph, devices: int, input_placement: InputPlacement, programs: OwnPrograms) -> LocalProgram:
     """The program that every rank runs on its own tensors."""
-    return _Programs(graph, devices, input_placement, own).run()
+    return _Programs(graph, devices, input_placement, programs).run()
 
 
 class _Programs:
-    def __init__(self, graph: Graph, devices: int, input_placement: InputPlacement, own: OwnPrograms) -> None:
-        self.graph, self.devices, self.input_placement, self.own = graph, devices, input_placement, own
+    def __init__(self, graph: Graph, devices: int, input_placement: InputPlacement, programs: OwnPrograms) -> None:
+        self.graph, self.devices, self.input_placement, self.programs = graph, devices, input_placement, programs
         self.all: Digits = (Digit(devices, 1),) if devices > 1 else ()
         self.made: dict[str, PlacedValue] = {}  # by value name
         self.renamed: dict[str, Value] = {}
@@ -237,7 +238,7 @@ class _Programs:
         self.made[value.name] = target
 
     def parameter(self, value: Value) -> PlacedValue:
-        if value.name in self.own.parameters:
+        if value.name in self.programs.parameters:
             placed = PlacedValue(
                 value.name, value.stored, Layout.of(self.devices, (self.all,) + ((),) * (len(value.shape) - 1))
             )
@@ -297,7 +298,7 @@ class _Programs:
             bound = bound_rule(op, described)
             made, renamed = expand(self.swapped(op), described, bound, bound.whole(self.devices))
             self.renamed.update(renamed)
-            steps = [(step, (rule, own, assignment)) for step, rule, own, assignment in made]
+            steps = [(step, (rule, of_step, assignment)) for step, rule, of_step, assignment in made]
         for step, cut in steps:
             step = self.swapped(step)
             if any(v.name == SEED.name for v in step.inputs) and self.seed is None:
@@ -412,7 +413,7 @@ class _Programs:
         x = self.made[value.name]
         if x.layout.is_replicated or not self.all:
             return x
-        if self.own.loss and not value.shape:
+        if self.programs.loss and not value.shape:
             return self.mean(value, value.name)
         whole, layout = self.stacked(value)
         whole = replace(whole, name=f"{value.name}~out")
@@ -470,8 +471,8 @@ def with_own_statistics(graph: Graph, devices: int, on_missing_rule: str = "erro
         if not _trains(op) or batch_dims.get(op.inputs[0].name) != 0 or op.inputs[0].shape[0] % devices:
             ops.append(op)
             continue
-        own, stats = _own(op, devices)
-        ops.append(own)
+        local_op, stats = _with_local_statistics(op, devices)
+        ops.append(local_op)
         if any(v is not None and v.name in read for v in op.outputs[1:]):  # e.g. by a second call of the same layer
             ops += _averaged([(op, stats)], f"{op.name}.running_statistics", devices, changed)
         elif len(op.outputs) == 3:
@@ -493,7 +494,7 @@ def _trains(op: Op) -> bool:
     return op.target is batch_norm or (op.target is aten.batch_norm.default and op.argument("training"))
 
 
-def _own(op: Op, devices: int) -> tuple[Op, Value]:
+def _with_local_statistics(op: Op, devices: int) -> tuple[Op, Value]:
     """The operator on parts, and the sums of the parts' statistics that it produces."""
     x, mean = op.inputs[0], op.argument("running_mean")
     if x.numel // x.shape[1] == devices:

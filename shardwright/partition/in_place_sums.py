@@ -25,12 +25,12 @@ from .rematerialization import LiveRanges, Region, saved_by
 
 __all__ = ["sums_in_place"]
 
-_aten, _own = torch.ops.aten, torch.ops.shardwright
+_aten, _library = torch.ops.aten, torch.ops.shardwright
 
 #: Operator -> the places of its operands to whose gradients the backward gives memory of their own.
 PRODUCTS = {
     _aten.linear.default: (0, 1),
-    _own.linear_part.default: (0, 1),
+    _library.linear_part.default: (0, 1),
     _aten.mm.default: (0, 1),
     _aten.bmm.default: (0, 1),
     _aten.matmul.default: (0, 1),
@@ -39,7 +39,7 @@ PRODUCTS = {
     _aten.convolution.default: (0, 1),
 }
 #: Operators whose result has memory of its own.
-FRESH = {*PRODUCTS, _aten.embedding.default, _own.embedding_part.default, _aten.sum.default, _aten.sum.dim_IntList}
+FRESH = {*PRODUCTS, _aten.embedding.default, _library.embedding_part.default, _aten.sum.default, _aten.sum.dim_IntList}
 
 
 def sums_in_place(program: LocalProgram, regions: Sequence[Region]) -> tuple[frozenset[int], frozenset[int]]:
@@ -55,24 +55,24 @@ def sums_in_place(program: LocalProgram, regions: Sequence[Region]) -> tuple[fro
     tables = (program.parameters, program.buffers, program.constants)
     ranges = LiveRanges((*program.inputs, *seed, *(i for t in tables for i in t.values())), instructions, saved)
     results = [*(o for o in program.outputs if isinstance(o, PlacedValue)), *program.updates.values()]
-    again = {place for region in regions for place in region.recompute_set}
-    kept = {ranges.root[o.name] for o in results}
+    recomputed = {place for region in regions for place in region.recompute_set}
+    needed_later = {ranges.root[o.name] for o in results}
     for found in saved:
-        kept.update(ranges.root[name] for name in found.values)
+        needed_later.update(ranges.root[name] for name in found.values)
     for region in regions:
-        kept.update(ranges.root[name] for name in (*region.inputs, *region.dropped))
+        needed_later.update(ranges.root[name] for name in (*region.inputs, *region.dropped))
     consumers: dict[str, list[int]] = {}
     for place, instruction in enumerate(instructions):
         for name in reads(instruction):
             consumers.setdefault(name, []).append(place)
     forward, backward = set(), set()
     for place, instruction in enumerate(instructions):
-        if not isinstance(instruction, Redistribute) or instruction.casts or place in again:
+        if not isinstance(instruction, Redistribute) or instruction.casts or place in recomputed:
             continue
         root = ranges.root[instruction.source.name]
         producer = instructions[ranges.born[root]] if root in ranges.born else None
         made_fresh = isinstance(producer, LocalOp) and producer.target in FRESH
-        if instruction.forward.is_all_reduce and made_fresh and ranges.read[root] == place and root not in kept:
+        if instruction.forward.is_all_reduce and made_fresh and ranges.read[root] == place and root not in needed_later:
             forward.add(place)
         target = instruction.target.name
         if (
@@ -82,7 +82,7 @@ def sums_in_place(program: LocalProgram, regions: Sequence[Region]) -> tuple[fro
             and target in consumers
             and instruction.sums == instruction.target.value.dtype
             and ranges.root[target] not in {ranges.root[o.name] for o in results}
-            and all(_makes_gradient(instructions[k], target) and k not in again for k in consumers[target])
+            and all(_makes_gradient(instructions[k], target) and k not in recomputed for k in consumers[target])
         ):
             backward.add(place)
     return frozenset(forward), frozenset(backward)

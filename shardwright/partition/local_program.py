@@ -31,6 +31,7 @@ import torch
 from ..errors import MissingRuleError, SettingError, ShardwrightError
 from ..graph import Graph, Op, Recompute, Value, changed, form_of, leaves_of_type, types_of
 from ..identity_tables import IdentityCache
+from ..json_files.json_reader import JsonObject
 from ..layout import Digit, Digits, Layout, digits_size
 from ..mixed_precision import narrowed_to
 from ..redistribution import Redistribution
@@ -609,19 +610,18 @@ class PortableDecisions:
         }
 
     @classmethod
-    def read(cls, encoded: dict[str, Any]) -> PortableDecisions:
+    def read(cls, encoded: JsonObject) -> PortableDecisions:
         """The portable decisions of `encoded`."""
 
-        def operator(entry: dict[str, Any]) -> _Operator:
+        def operator(entry: JsonObject) -> _Operator:
             out = None if entry["out"] is None else tuple(_layout(layout) for layout in entry["out"])
             recompute = None if entry["recompute"] is None else Recompute(**entry["recompute"])
             digits = tuple(_digits(digits) for digits in entry["digits"])
             partial = None if entry["partial"] is None else _digits(entry["partial"])
             return _Operator(**{**entry, "digits": digits, "out": out, "partial": partial, "recompute": recompute})
 
-        hsdp = None if encoded["hsdp"] is None else dict(encoded["hsdp"])
-        if hsdp is not None:
-            hsdp |= {name: frozenset(hsdp[name]) for name in ("whole", "kept")}
+        if (hsdp := encoded["hsdp"]) is not None:
+            hsdp = {**hsdp, **{name: frozenset(hsdp[name]) for name in ("whole", "kept")}}
         return cls(
             {name: operator(entry) for name, entry in encoded["operators"].items()},
             encoded["carries"],
@@ -675,7 +675,7 @@ def _encode_layout(layout: Layout) -> dict[str, object]:
     }
 
 
-def _layout(encoded: dict[str, Any]) -> Layout:
+def _layout(encoded: JsonObject) -> Layout:
     dims, partial = map(_digits, encoded["dims"]), _digits(encoded["partial"])
     return Layout.of(encoded["devices"], dims, partial, encoded["reduction"])
 

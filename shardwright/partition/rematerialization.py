@@ -7,9 +7,8 @@
    its scores, unlike on any real device. Calls of one operator with equal arguments on equal tensors are answered
    once (`AutogradCall`).
 
-2. Gathered weights (`regathered_weights`): a gathered weight that is not saved for the backward is gathered again for
-   its
-   first consumer in the backward: the last operator, in program order, that saves the weight or a view of it.
+2. Gathered weights (`regathered_weights`): a gathered weight that is not saved is gathered again for its first consumer
+   in the backward: the last operator, in program order, that saves the weight or a view of it.
 
 3. Live ranges (`LiveRanges`, `waiting`):
 
@@ -22,7 +21,7 @@
 
     a region      the instructions of one recomputed call, including the redistributions of its operators
     dropped       tensors that some backward needs and an instruction of the region produces
-    again         the instructions of the region that recompute the dropped tensors
+    recompute set the instructions of the region that recompute the dropped tensors
     inputs        tensors that these consume and do not produce: they are saved
 
 An instruction of a region runs again only where some backward needs it, so a collective whose result nobody saves is
@@ -87,13 +86,13 @@ class SavedTensors:
 
     Attributes:
         values: names of the saved inputs and outputs.
-        own: True where it also saves an internal tensor, which only recomputing the instruction restores.
+        internal: True where it also saves an internal tensor, which only recomputing the instruction restores.
         views: (an output, the input in whose memory it lies).
         own_bytes: bytes of the internal tensors.
     """
 
     values: frozenset[str] = frozenset()
-    own: bool = False
+    internal: bool = False
     views: tuple[tuple[str, str], ...] = ()
     own_bytes: int = 0
 
@@ -148,14 +147,14 @@ class Answer(NamedTuple):
     Attributes:
         reads, outputs: the numbers of the saved inputs and outputs.
         views: (number of a result, number of the input in whose memory it lies).
-        own: bytes of saved internal tensors; None: there are none.
+        internal: bytes of saved internal tensors; None: there are none.
         strides: strides of the results.
     """
 
     reads: tuple[int, ...]
     outputs: tuple[int, ...]
     views: tuple[tuple[int, int], ...]
-    own: int | None
+    internal: int | None
     strides: tuple[tuple[int, ...], ...]
 
 
@@ -215,7 +214,10 @@ def _of_operator(instruction: LocalOp, env: dict[str, Blank]) -> SavedTensors:
     env.update((o.name, _blank(o, stride)) for o, stride in zip(outputs, answer.strides))
     values = frozenset((*(names[n] for n in answer.reads), *(outputs[k].name for k in answer.outputs)))
     return SavedTensors(
-        values, answer.own is not None, tuple((outputs[k].name, names[n]) for k, n in answer.views), answer.own or 0
+        values,
+        answer.internal is not None,
+        tuple((outputs[k].name, names[n]) for k, n in answer.views),
+        answer.internal or 0,
     )
 
 
@@ -224,7 +226,7 @@ def _answer(call: AutogradCall) -> Answer | None:
     """Autograd's answer on a call; None where the call needs values: every tensor it may save then counts."""
     try:
         found = _called(call, "meta")
-        if found.own is not None:
+        if found.internal is not None:
             with FakeTensorMode():
                 found = _called(call, "cpu")
     except Exception:  # an operator that needs values may raise anything; every tensor it may save then counts
@@ -249,7 +251,7 @@ def _called(call: AutogradCall, device: str) -> Answer:
     inputs = {_memory(x): n for n, x in enumerate(read)}
     new = {_memory(x): k for k, x in reversed(list(enumerate(results))) if _memory(x) not in inputs}
     saved = [_memory(x) for x in packed]
-    own = {
+    internal = {
         place: x.untyped_storage().nbytes()
         for x, place in zip(packed, saved)
         if place not in inputs and place not in new
@@ -258,7 +260,7 @@ def _called(call: AutogradCall, device: str) -> Answer:
         tuple({inputs[p]: None for p in saved if p in inputs}),
         tuple({new[p]: None for p in saved if p in new}),
         tuple((k, inputs[_memory(x)]) for k, x in enumerate(results) if _memory(x) in inputs),
-        sum(own.values()) if own else None,
+        sum(internal.values()) if internal else None,
         tuple(x.stride() for x in results),
     )
 
@@ -379,7 +381,7 @@ class Region:
         path: the module's path or the operator's name for which recomputation was requested.
         operators: the operators of the user's program in it.
         recompute_set: the instructions that the backward runs, in order.
-        own: those of `recompute_set` that save internal tensors, which are dropped too.
+        internal: those of `recompute_set` that save internal tensors, which are dropped too.
         inputs: names of the tensors that `recompute_set` consumes; another region may have to recompute some of them
             first.
         dropped: names of the tensors that are not saved from the forward for any backward.
@@ -389,13 +391,13 @@ class Region:
     path: str
     operators: tuple[str, ...]
     recompute_set: tuple[int, ...]
-    own: frozenset[int]
+    internal: frozenset[int]
     inputs: tuple[str, ...]
     dropped: frozenset[str]
     savers: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{self.path}: again {self.recompute_set}, own {sorted(self.own)}, drop {sorted(self.dropped)}"
+        return f"{self.path}: again {self.recompute_set}, internal {sorted(self.internal)}, drop {sorted(self.dropped)}"
 
 
 @dataclass(frozen=True)
@@ -540,28 +542,28 @@ class _Regions:
     def run(self) -> tuple[Region, ...]:
         saved = saved_by(self.program)
         needed: dict[int, set[str]] = {call: set() for call in self.calls}
-        own_of: dict[int, set[int]] = {call: set() for call in self.calls}
+        internal_of: dict[int, set[int]] = {call: set() for call in self.calls}
         saved_at: dict[str, list[int]] = {}  # droppable name -> the instructions that save it
         for i, s in enumerate(saved):
             for name in s.values & self.droppable:
                 needed[self.call_of(name)].add(name)
                 saved_at.setdefault(name, []).append(i)
             call = self.member[i]
-            if s.own and call is not None and isinstance(self.instructions[i], LocalOp):
-                own_of[call].add(i)
+            if s.internal and call is not None and isinstance(self.instructions[i], LocalOp):
+                internal_of[call].add(i)
         first: dict[int, int] = {}
         for i, inside in enumerate(self.inside):
             if inside is not None:
                 first.setdefault(inside, i)
         out = []
         for call in sorted(first, key=first.__getitem__, reverse=True):
-            own = own_of[call]
-            recompute_set, inputs, waiting = set(own), set(), list(needed[call])
-            waiting += [n for i in own for n in self.names[i][0]]
+            internal = internal_of[call]
+            recompute_set, inputs, waiting = set(internal), set(), list(needed[call])
+            waiting += [n for i in internal for n in self.names[i][0]]
             while waiting:
                 name = waiting.pop()
                 if name in self.droppable and self.call_of(name) == call:
-                    if self.producer[name] not in recompute_set or self.producer[name] in own:
+                    if self.producer[name] not in recompute_set or self.producer[name] in internal:
                         more = self.names[self.producer[name]][0] if self.producer[name] not in recompute_set else ()
                         recompute_set.add(self.producer[name])
                         waiting += more
@@ -571,13 +573,13 @@ class _Regions:
                         needed[self.call_of(name)].add(name)
             if not recompute_set:
                 continue
-            savers = tuple(sorted(own.union(*(saved_at.get(name, ()) for name in needed[call]))))
+            savers = tuple(sorted(internal.union(*(saved_at.get(name, ()) for name in needed[call]))))
             out.append(
                 Region(
                     self.settings[call].path or self.calls[call][0],
                     tuple(self.calls[call]),
                     tuple(sorted(recompute_set)),
-                    frozenset(own),
+                    frozenset(internal),
                     tuple(sorted(inputs)),
                     frozenset(needed[call]),
                     savers,

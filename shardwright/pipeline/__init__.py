@@ -9,7 +9,7 @@ build                   each stage planned on its own devices
 stage_costs             costs of units, and the least time over all cuts
 stage_search            ``stages="auto"``
 stage_storage           ``hsdp(optimizer_level="auto")``
-simulate                a step in time: bubbles, waiting, memory
+schedule_simulation     a step in time: bubbles, waiting, memory
 """
 
 from __future__ import annotations

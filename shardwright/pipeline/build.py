@@ -6,19 +6,24 @@
     inputs of a micro-batch     B/m of the B rows of each input that has as many rows as the first one (`micro_calls`)
 
 Equal stages are planned once (`PlanCache`): the decisions of one hold for the others, in the same places.
+
+Example: 8 devices and 2 groups: stage 0 has the ranks 0 to 3, stage 1 the ranks 4 to 7. With 4 micro-batches of a batch
+of 32 rows, each stage is planned for 8 rows on 4 devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from os import PathLike
+from typing import cast
 
 import torch
 from torch.utils.weak import WeakIdRef
 
 from ..capture.annotations import PipelineSettings
 from ..cluster import Cluster
+from ..cost.memory_timeline import OptimizerSetting
 from ..errors import SettingError
 from ..graph import Graph, Value
 from ..launch.progress import keep, keeper
@@ -79,8 +84,8 @@ def pipeline_plan(
     sizes: tuple[int, ...] | None = None,
     on_missing_rule: str = "error",
     uneven: bool = False,
-    cluster: Any = None,
-    optimizer: Any = "adam",
+    cluster: Cluster | str | PathLike[str] | Mapping[str, object] | None = None,
+    optimizer: OptimizerSetting = "adam",
     chosen: PipelineSearchResult | None = None,
 ) -> PipelinePlan:
     """Plan a captured model as a pipeline.
@@ -145,14 +150,14 @@ def planned_stages(
             ]
             for name in part.sent
         }
-        own = _feeding(part, input_placement[size], len(inputs), stages, size)
+        feeding = _feeding(part, input_placement[size], len(inputs), stages, size)
         sent_shares = {f"{name}.sent": max(neighbours(size, n) for n in targets[name]) for name in part.sent}
-        plan = planner(part.graph, size, replace(own, sends_to_next_stage=sent_shares), number)
+        plan = planner(part.graph, size, replace(feeding, sends_to_next_stage=sent_shares), number)
         counts = None
         if counting is not None and any(s.kind == "input" and s.index >= len(inputs) for s in part.sources):
             names = [v.name for v in inputs]
             layouts = tuple(input_placement[size].inputs[names.index(v.name)] for v in counting.inputs)
-            counts = planner(counting, size, InputPlacement(layouts, own.per_rank_batch), -1)
+            counts = planner(counting, size, InputPlacement(layouts, feeding.per_rank_batch), -1)
         stages.append(Stage(number, plan, firsts[placement[number]], part.sources, part.results, part.sent, counts))
     return tuple(stages)
 
@@ -196,8 +201,10 @@ def _feeding(
 
 
 def until_stopped(make: Callable[[Planner], PipelinePlan], planner: Planner, quick: Planner) -> PipelinePlan:
-    """A pipeline, of which the command around keeps the best one so far at Ctrl-C: the stages that are planned, the
-    best plan so far of the stage that was being searched, and the rest by a quick planner.
+    """A pipeline; at Ctrl-C the command around keeps the best pipeline so far.
+
+    That one has the stages that are planned already, the best plan so far of the stage that was being searched, and
+    the other stages by a quick planner.
 
     Args:
         make: the planner of one stage -> the pipeline; it plans the stages in order.
@@ -257,7 +264,9 @@ class PlanCache:
         self, planner: Callable[[Graph, int, InputPlacement, int], Plan], whole: frozenset[str] = frozenset()
     ) -> None:
         self.planner, self.whole = planner, whole
-        self.known: list[tuple[Any, Plan, Graph]] = []  # the graph holds the constants that its form refers to
+        self.known: list[
+            tuple[tuple[object, ...], Plan, Graph]
+        ] = []  # the graph holds the constants that its form refers to
 
     def __call__(self, graph: Graph, devices: int, input_placement: InputPlacement, number: int) -> Plan:
         """The plan of a stage; that of an equal stage where there is one."""
@@ -298,7 +307,7 @@ def _form(graph: Graph, input_placement: InputPlacement, devices: int) -> Iterat
     number = {name: k for k, name in enumerate(_values(graph))}
     calls: dict[int, int] = {}
 
-    def leaf(x: object) -> Any:
+    def leaf(x: object) -> object:
         return ("value", number[x.name]) if isinstance(x, Value) else repr(x)
 
     yield (
@@ -327,13 +336,13 @@ def _form(graph: Graph, input_placement: InputPlacement, devices: int) -> Iterat
 # -- the inputs of one micro-batch
 
 
-def rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+def rows_of(args: tuple[object, ...], kwargs: dict[str, object]) -> int | None:
     """The number of rows of a batch: the size of dim 0 of the first tensor with dims; None without such a tensor."""
     tensors = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
     return next((x.shape[0] for x in tensors if x.dim()), None)
 
 
-def is_split(args: tuple[object, ...], kwargs: dict[str, Any] | None = None) -> tuple[bool, ...]:
+def is_split(args: tuple[object, ...], kwargs: dict[str, object] | None = None) -> tuple[bool, ...]:
     """For each tensor among the inputs, True where each micro-batch gets a part of it along dim 0.
 
     Inputs with as many rows as the first tensor with dims are split; every micro-batch gets all of the others.
@@ -347,7 +356,7 @@ def is_split(args: tuple[object, ...], kwargs: dict[str, Any] | None = None) -> 
 
 
 def micro_calls(
-    args: tuple[object, ...], kwargs: dict[str, Any] | None, count: int, setting: PipelineSettings | None = None
+    args: tuple[object, ...], kwargs: dict[str, object] | None, count: int, setting: PipelineSettings | None = None
 ) -> list[tuple[tuple[object, ...], dict[str, object]]]:
     """Inputs in one micro-batch's shapes, on the meta device.
 
@@ -367,7 +376,7 @@ def micro_calls(
 
 
 def _resized(
-    args: tuple[object, ...], kwargs: dict[str, Any], count: int, times: int, setting: PipelineSettings | None
+    args: tuple[object, ...], kwargs: dict[str, object], count: int, times: int, setting: PipelineSettings | None
 ) -> tuple[tuple[object, ...], dict[str, object]]:
     rows = rows_of(args, kwargs)
     if rows is None:

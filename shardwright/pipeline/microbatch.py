@@ -40,7 +40,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -104,9 +103,8 @@ class MicrobatchRewriter:
         self.counting: list[Op] = []
         self.totals: dict[str, tuple[Value, Value]] = {}
         self.free: set[str] = set()  # values that depend on inputs alone
-        self.known_calls: dict[
-            Any, list[Kind]
-        ] = {}  # form of a call that reads rows of the batch -> kinds of its outputs
+        # Form of a call that reads rows of the batch -> kinds of its outputs.
+        self.known_calls: dict[object, list[Kind]] = {}
         self.in_turn = _statistics(graph)
         self.names = {v.name for op in graph.ops for v in op.outputs if v is not None} | set(graph.constants)
         self.names |= {op.name for op in graph.ops} | {v.name for v in graph.sources()}
@@ -265,7 +263,7 @@ class MicrobatchRewriter:
         for found in differences(op, wide_op):
             raise self._grows(op, *found)
 
-    def _grows(self, op: Op, name: str, mine: Any, theirs: object) -> SettingError:
+    def _grows(self, op: Op, name: str, mine: object, theirs: object) -> SettingError:
         return self.error(
             op,
             f"its argument {name} is {mine} in a micro-batch and {theirs} in one of {self.ratio} "
@@ -278,8 +276,10 @@ class MicrobatchRewriter:
         kind = image(bound, bound.outputs[0], place) if place is not None else None
         if place is None or kind is None or any(place[0] in dim for dims in bound.inputs[1:] for dim in dims):
             raise self.error(op, "it has a channel for each row")
-        own = NotSeparable(self.error(op, "its running statistics are those of each micro-batch in turn"))
-        return op, [kind, *[own] * (len(bound.outputs) - 1)]
+        running_statistics = NotSeparable(
+            self.error(op, "its running statistics are those of each micro-batch in turn")
+        )
+        return op, [kind, *[running_statistics] * (len(bound.outputs) - 1)]
 
     def _of_nothing(self, op: Op, wide_op: Op) -> list[Kind]:
         """The kinds of the outputs where no input depends on the batch: "same", unless an argument gives a dim

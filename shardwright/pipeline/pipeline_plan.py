@@ -9,6 +9,8 @@
 3. The timeline (`timeline_of`): a step in time. A stage's forward and backward take the seconds that one more
    micro-batch adds to the stage's price; the rest of the price is spent once a step. A transfer takes as long as the
    slowest of the ranks that send, each over its own links.
+
+Example: 8 devices in 2 groups: rank 2 of stage 1 is rank 4 + 2 = 6 of the world.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from typing import Any, NamedTuple
 
 from ..cluster import Cluster
 from ..cost.cost_model import CostModel, StepInTime
+from ..cost.memory_timeline import OptimizerSetting
 from ..errors import PlanError
 from ..graph import Graph, Value
-from ..layout import Layout, digits_size, group_of
+from ..layout import Digits, Layout, digits_size, group_of
 from ..partition.local_program import PlacedValue, made_by
 from ..partition.partitioner import between, sender
 from ..redistribution import CollectiveKind
@@ -39,8 +42,8 @@ from ..sharded_plan import (
     forward_collectives,
     short_hash,
 )
+from .schedule_simulation import Profile, Simulation, simulate
 from .schedules import Schedule, forward_only, schedule
-from .simulate import Profile, Simulation, simulate
 from .stages import PipelineSearchResult, PricedPipeline, StageInput
 
 __all__ = [
@@ -219,7 +222,7 @@ class PipelinePlan(SavedPlan):
     micro: MicrobatchPlan
     split: tuple[bool, ...]
     cluster: Cluster | None = None
-    optimizer: Any = None
+    optimizer: OptimizerSetting = None
     notes_of_its_own: tuple[str, ...] = ()
     chosen: PipelineSearchResult | None = None
 
@@ -332,8 +335,8 @@ class PipelinePlan(SavedPlan):
     @property
     def notes(self) -> tuple[str, ...]:
         """Limitations that a user would not expect, a line each."""
-        own = tuple(f"stage {stage.number}: {note}" for stage in self.stages for note in stage.plan.notes)
-        return self.notes_of_its_own + own
+        notes_of_stages = tuple(f"stage {stage.number}: {note}" for stage in self.stages for note in stage.plan.notes)
+        return self.notes_of_its_own + notes_of_stages
 
     def of_rank(self, rank: int) -> tuple[Stage, ...]:
         """The stages that run on a rank.
@@ -495,7 +498,7 @@ class _Step:
                 ),
             )
 
-    def of(self, stage: Stage, collectives: Iterator[tuple[Collective, Any]]) -> Iterator[Collective]:
+    def of(self, stage: Stage, collectives: Iterator[tuple[Collective, Digits]]) -> Iterator[Collective]:
         for collective, digits in collectives:
             ranks = group_of(self.rank - stage.first, digits)
             yield replace(collective, ranks=tuple(stage.first + r for r in ranks))
@@ -605,12 +608,12 @@ def _bytes_of_stage(plan: Plan, together: bool) -> tuple[float, float, tuple[lis
     stands = lambda h: (
         h.what in ("parameters", "gradients", "optimizer") or (together and h.what == "gathered" and crosses(h))
     )
-    own = replace(line, allocations=tuple(h for h in line.allocations if not stands(h)))
-    totals = own.totals()
+    not_crossing = replace(line, allocations=tuple(h for h in line.allocations if not stands(h)))
+    totals = not_crossing.totals()
     accumulated = sum(plan.accumulated.values()) if together else 0
     return (
         sum(h.bytes for h in line.allocations if stands(h)) + accumulated,
-        sum(h.bytes for h in own.allocations if crosses(h)),
+        sum(h.bytes for h in not_crossing.allocations if crosses(h)),
         (totals[: line.forward], totals[line.forward :]),
     )
 
@@ -630,8 +633,8 @@ def _of_stages(plan: PipelinePlan, beside: bool, steps: Mapping[int, StepsOfStag
         begin, end = one.forward - forward, one.backward - backward
         if beside:
             # The messages of a whole step make its first forward and its last backward longer.
-            own, once = steps.get(stage.number) or (stage.plan.stage_in_time, stage.plan.stage_in_time_once)
-            forward, backward = own.forward, own.total - own.forward
+            in_time, once = steps.get(stage.number) or (stage.plan.stage_in_time, stage.plan.stage_in_time_once)
+            forward, backward = in_time.forward, in_time.total - in_time.forward
             begin, end = once.forward - forward, once.total - once.forward - backward
         if plan.schedule.placement.count(plan.schedule.placement[stage.number]) > 1:
             fixed += stage.plan.stage_schedule.carried_bytes  # under way while another stage of the group works

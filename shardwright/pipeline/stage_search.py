@@ -35,7 +35,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from ..capture.annotations import PipelineSettings
 from ..cluster import Cluster, format_bytes
@@ -46,6 +47,7 @@ from ..partition.local_program import Decisions, InputPlacement, PortableDecisio
 from ..sharded_plan import Plan
 from ..torch_private import pytree
 from .build import rows_of
+from .pipeline_plan import PipelinePlan
 from .stage_costs import StageCut, StageOption, UnitPrices, all_recomputed, balance, least_memory, unit_prices
 from .stages import PipelineSearchResult, PricedPipeline, StageChoice, units_of
 
@@ -106,7 +108,7 @@ class _Resizing:
             ),
         )
 
-    def leaf(self, one: object, two: object, op: Op) -> Any:
+    def leaf(self, one: object, two: object, op: Op) -> object:
         if isinstance(one, Value):
             return self.values.get(one.name, one)
         if isinstance(one, int) and not isinstance(one, bool) and isinstance(two, int):
@@ -180,11 +182,11 @@ def stands(cluster: Cluster, first: int, devices: int) -> bool:
 class _Priced(NamedTuple):
     """Prices of all units, without and, where requested, with recomputation.
 
-    `own` is True where the plan was searched for this number of rows.
+    `at_these_rows` is True where the plan was searched for this number of rows.
     """
 
     plan: Plan
-    own: bool
+    at_these_rows: bool
     prices: list[UnitPrices]
 
 
@@ -300,19 +302,19 @@ class StageSearch:
 
     # -- prices --------------------------------------------------------------------------------------------------------
 
-    def price(self, pair: Pair, own: bool = False) -> None:
+    def price(self, pair: Pair, at_these_rows: bool = False) -> None:
         """Price the units for a pair, and cut.
 
         Args:
-            own: True: by a plan searched for this number of rows; False: by the plan of another number of
+            at_these_rows: True: by a plan searched for this number of rows; False: by the plan of another number of
                 micro-batches, where one is valid here too.
         """
         devices, count = pair
         try:
-            if own or pair not in self.priced:
+            if at_these_rows or pair not in self.priced:
                 graph = self.on_rows(self.batch // count)
                 input_placement = place_inputs(graph, devices, self.dataset)
-                plan = None if own else self.taken_over(graph, devices, input_placement)
+                plan = None if at_these_rows else self.taken_over(graph, devices, input_placement)
                 searched = self.planner(graph, devices, input_placement) if plan is None else plan
                 self.priced[pair] = _Priced(searched, plan is None, [unit_prices(searched, self.units, self.cluster)])
             self.equal[pair] = self.cut_equally(pair, math.inf)
@@ -335,7 +337,7 @@ class StageSearch:
         """A plan of the graph with the decisions of a plan for another number of rows; None where none is valid."""
         for pair in sorted(self.priced):
             known = self.priced[pair]
-            if pair[0] == devices and known.own:
+            if pair[0] == devices and known.at_these_rows:
                 portable = PortableDecisions.of(Decisions(known.plan.decisions, known.plan.batch_dims))
                 decisions = portable.onto(graph, devices, on_missing_rule="replicate").decisions
                 if all(
@@ -364,9 +366,9 @@ class StageSearch:
         """Price the best pair by its own plan, until the best pair is so priced."""
         while True:
             found = [(balanced.seconds, pair) for pair, balanced in self.equal.items() if balanced is not None]
-            if not found or self.priced[best := min(found)[1]].own:
+            if not found or self.priced[best := min(found)[1]].at_these_rows:
                 return
-            self.price(best, own=True)
+            self.price(best, at_these_rows=True)
 
     def cut_unequally(self, count: int) -> None:
         """Cut into stages of unequal numbers of devices, and keep the cut where it is better than all known ones."""
@@ -483,8 +485,11 @@ UNITS_BY = {"dynamic_programming": "recursive_programming"}
 MOST_TRIES = 4
 
 
-def check_automatic(setting: PipelineSettings, modules: Mapping[str, int], strategies: Any = None) -> None:
+def check_automatic(setting: PipelineSettings, modules: Mapping[str, int], strategies: Path | None = None) -> None:
     """Check that no setting fixes something that stages="auto" chooses.
+
+    Args:
+        strategies: the file of a plan whose strategies are to apply; None: none.
 
     Raises:
         SettingError: a module in a stage, another schedule, chunks, a plan's strategies.
@@ -502,9 +507,19 @@ def check_automatic(setting: PipelineSettings, modules: Mapping[str, int], strat
         )
     if strategies is not None:
         raise SettingError(
-            f'{strategies.path} has strategies, and stages="auto" chooses them with the stages',
+            f'{strategies} has strategies, and stages="auto" chooses them with the stages',
             legal="no strategies, or a number of stages",
         )
+
+
+#: Runs a choice on one of several processes: (graph, settings that decide the choice, choose) -> the choice.
+OnFirstRank = Callable[[Graph, object, Callable[[], PipelineSearchResult]], PipelineSearchResult]
+
+
+class PlanStages(Protocol):
+    """The planning of chosen stages; with `quick`, stages are planned as those of the prices."""
+
+    def __call__(self, chosen: PipelineSearchResult, quick: bool = False, /) -> PipelinePlan: ...
 
 
 @dataclass(frozen=True)
@@ -522,17 +537,17 @@ class AutomaticStages:
     count: int
     captured: Callable[[int], tuple[Graph, Graph | None]]
     before: PipelineSearchResult | None = None
-    first: Callable[[Graph, Any, Callable[[], PipelineSearchResult]], PipelineSearchResult] | None = None
+    first: OnFirstRank | None = None
 
     @classmethod
     def of(
         cls,
         setting: PipelineSettings,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        captured: Callable[..., Any],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        captured: Callable[[int], tuple[Graph, Graph | None]],
         before: object = None,
-        first: Callable[[Graph, Any, Callable[[], PipelineSearchResult]], PipelineSearchResult] | None = None,
+        first: OnFirstRank | None = None,
         per_rank_batch: bool = False,
     ) -> AutomaticStages:
         """The settings for a call of a model; without stages="auto", for the requested number of micro-batches.
@@ -578,9 +593,9 @@ class AutomaticStages:
         cluster: Cluster,
         memory: float | None,
         planner: Planner,
-        piped: Callable[..., Any],
+        piped: PlanStages,
         micro_batches: int | str,
-    ) -> Any:
+    ) -> PipelinePlan:
         """The pipeline of the chosen stages.
 
         Args:
@@ -596,7 +611,7 @@ class AutomaticStages:
         limit = cluster.memory if memory is None else memory
         rows = next((v.shape[0] for v, part in zip(graph.inputs, splits) if part), 1)
         choosing: list[StageSearch] = []
-        fitting: list[Any] = []  # pipelines
+        fitting: list[PipelinePlan] = []
 
         def choose(target: float, unequal: bool) -> PipelineSearchResult:
             if not choosing:
@@ -607,7 +622,7 @@ class AutomaticStages:
                 )
             return choosing[0].run(target, unequal)
 
-        def made(target: float, unequal: bool = True) -> Any:
+        def made(target: float, unequal: bool = True) -> PipelinePlan:
             settings = (devices, target, unequal, micro_batches, cluster)
             found = piped(
                 choose(target, unequal)
@@ -622,9 +637,14 @@ class AutomaticStages:
         try:
             for _ in range(MOST_TRIES):
                 found = made(target)
-                if found.chosen.unequal and found.cost > min(
-                    (a.seconds for a in found.alternatives if a.seconds is not None and len(set(a.devices)) == 1),
-                    default=float("inf"),
+                if (
+                    found.chosen is not None
+                    and found.chosen.unequal
+                    and found.cost
+                    > min(
+                        (a.seconds for a in found.alternatives if a.seconds is not None and len(set(a.devices)) == 1),
+                        default=float("inf"),
+                    )
                 ):
                     other = made(target, unequal=False)
                     found = other if other.cost <= found.cost and other.peak <= limit else found
@@ -641,7 +661,9 @@ class AutomaticStages:
         )
 
     @staticmethod
-    def so_far(choosing: Sequence[StageSearch], fitting: Sequence[Any], piped: Callable[..., Any], limit: float) -> Any:
+    def so_far(
+        choosing: Sequence[StageSearch], fitting: Sequence[PipelinePlan], piped: PlanStages, limit: float
+    ) -> PipelinePlan | None:
         """The best pipeline of a search that Ctrl-C has stopped; None: none that fits.
 
         Args:

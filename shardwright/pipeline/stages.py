@@ -34,11 +34,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..capture.annotations import PipelineSettings
 from ..errors import PlanError, SettingError
 from ..graph import Graph, Op, Value, map_values
+from ..json_files.json_reader import JsonObject
 from ..rules.dims import send
 from ..torch_private import pytree
 from .schedules import Schedule, schedule
@@ -153,16 +154,16 @@ class _Cutter:
                 if (p := self.producers.get(v.name)) is not None and p.name in found
             ]
             latest, producer = max(before, key=lambda entry: entry[0], default=(None, None))
-            own = self.marked(op)
-            if own is not None and latest is not None and producer is not None and latest > own:
+            marked = self.marked(op)
+            if marked is not None and latest is not None and producer is not None and latest > marked:
                 raise PlanError(
-                    f"reads what {producer.name} makes in stage {latest}, and is in stage {own} itself: values flow "
+                    f"reads what {producer.name} makes in stage {latest}, and is in stage {marked} itself: values flow "
                     "to later stages only",
                     **op.where,
                     legal=f"stage {latest} or later for its module "
                     f"{op.module!r}, or an earlier one for {producer.module!r}",
                 )
-            stage = latest if own is None else own
+            stage = latest if marked is None else marked
             if stage is not None:
                 found[op.name] = stage
         consumers = self.graph.consumers()
@@ -207,11 +208,11 @@ class _Cutter:
             if v.name in read:
                 inputs.append(v)
                 sources.append(StageInput("input", i, v.name))
-        own, buffers = {}, {}
+        parameters, buffers = {}, {}
         for n, v in graph.parameters.items():
             first = self.used.get(v.name, [0])[0]
             if first == stage:
-                own[n] = v
+                parameters[n] = v
             elif v.name in read:
                 inputs.append(v)
                 sources.append(StageInput("parameter", first, n))
@@ -242,9 +243,19 @@ class _Cutter:
         }
         constants = {n: t for n, t in graph.constants.items() if n in read}
         spec = pytree.tree_flatten(tuple(range(len(outputs))))[1]
-        aliases = {alias: n for alias, n in graph.aliases.items() if n in own or n in buffers}
+        aliases = {alias: n for alias, n in graph.aliases.items() if n in parameters or n in buffers}
         part = Graph(
-            tuple(inputs), own, buffers, constants, (*ops, *sends), tuple(outputs), None, spec, updates, aliases, batch
+            tuple(inputs),
+            parameters,
+            buffers,
+            constants,
+            (*ops, *sends),
+            tuple(outputs),
+            None,
+            spec,
+            updates,
+            aliases,
+            batch,
         )
         return StageGraph(part, tuple(sources), tuple(results), tuple(sent))
 
@@ -380,7 +391,7 @@ class Units:
         )
 
 
-def _changed(op: Op, change: Any) -> Op:
+def _changed(op: Op, change: Callable[[Value], Value]) -> Op:
     args, kwargs = map_values((op.args, op.kwargs), change)
     return replace(op, args=args, kwargs=kwargs, inputs=tuple(map(change, op.inputs)))
 
@@ -412,8 +423,8 @@ def _module(path: str) -> tuple[str, bool]:
 def _modules(graph: Graph) -> list[list[str]]:
     """The modules that read parameters, in the order of their first operators, without modules around numbered
     ones."""
-    own = {v.name for v in graph.parameters.values()}
-    reading = {_module(op.module) for op in graph.ops if any(v.name in own for v in op.inputs)}
+    parameter_names = {v.name for v in graph.parameters.values()}
+    reading = {_module(op.module) for op in graph.ops if any(v.name in parameter_names for v in op.inputs)}
     around = {
         ".".join(path.split(".")[:k]) for path, numbered in reading if numbered for k in range(path.count(".") + 1)
     }
@@ -437,10 +448,10 @@ def _backwards(graph: Graph, groups: list[list[str]]) -> tuple[int, int] | None:
         path: str | None = op.module
         while path and path not in modules:
             path = path.rpartition(".")[0]
-        own = modules.get(path) if path else None
-        if own is not None and latest is not None and latest > own:
-            return own, latest
-        group = latest if own is None else own
+        set_stage = modules.get(path) if path else None
+        if set_stage is not None and latest is not None and latest > set_stage:
+            return set_stage, latest
+        group = latest if set_stage is None else set_stage
         if group is not None:
             found[op.name] = group
     return None
@@ -492,15 +503,15 @@ class _Forms:
             region,
         )
 
-    def leaf(self, leaf: object, unit: int, seen: dict[str, int]) -> Any:
+    def leaf(self, leaf: object, unit: int, seen: dict[str, int]) -> object:
         if not isinstance(leaf, Value):
             return repr(leaf)
         kind = (leaf.shape, leaf.dtype, leaf.requires_grad)
         place = self.places.get(leaf.name)
         if place is not None and unit - 1 <= place[0] <= unit:
             return (unit - place[0], *place[1:], *kind)
-        own = self.units.consumers[leaf.name] == (unit,)
-        if leaf.name in self.stored and own:
+        unshared = self.units.consumers[leaf.name] == (unit,)
+        if leaf.name in self.stored and unshared:
             return (self.stored[leaf.name], seen.setdefault(leaf.name, len(seen)), *kind)
         return leaf.name, *kind
 
@@ -567,7 +578,7 @@ class PipelineSearchResult:
         return {**vars(self), "stages": [tuple(stage) for stage in self.stages], "alternatives": alternatives}
 
     @classmethod
-    def read(cls, encoded: dict[str, Any]) -> PipelineSearchResult:
+    def read(cls, encoded: JsonObject) -> PipelineSearchResult:
         """The search result of `encoded`."""
         stages = tuple(StageChoice(*stage) for stage in encoded["stages"])
         alternatives = tuple(PricedPipeline(**pipeline) for pipeline in encoded["alternatives"])

@@ -13,11 +13,12 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..cluster import Cluster
 from ..errors import ShardwrightError
 from ..graph import Graph, Op, types_of
+from ..json_files.json_reader import JsonObject
 from ..layout import Layout
 from ..partition.hybrid_parallel import place_whole_inputs
 from ..partition.local_program import Decision, InputPlacement, place_inputs
@@ -87,7 +88,7 @@ class Parts(NamedTuple):
     head: dict[str, object]
     operators: list[dict[str, object]]
     parameters: list[dict[str, object]]
-    content: dict[str, Any]
+    content: JsonObject
 
 
 def written(plan: Plan) -> str:
@@ -357,10 +358,10 @@ def _fits(word: str, alone: Graph, stage: Stage) -> bool:
         input_placement: InputPlacement = place_inputs(alone, stage.devices, word)
     except ShardwrightError:  # a batch that does not divide
         return False
-    own = stage.plan.input_placement
-    return input_placement.per_rank_batch == own.per_rank_batch and all(
+    placement = stage.plan.input_placement
+    return input_placement.per_rank_batch == placement.per_rank_batch and all(
         input_placement.inputs[source.index] == layout
-        for source, layout in zip(stage.sources, own.inputs)
+        for source, layout in zip(stage.sources, placement.inputs)
         if source.kind == "input" and source.index < len(alone.inputs)
     )
 
@@ -368,7 +369,7 @@ def _fits(word: str, alone: Graph, stage: Stage) -> bool:
 # -- the graph of a micro-batch, which is nearly that of its stages ----------------------------------------------------
 
 
-def _beside(encoded: dict[str, Any], stages: Sequence[Mapping[str, object]]) -> dict[str, object]:
+def _beside(encoded: JsonObject, stages: Sequence[JsonObject]) -> dict[str, object]:
     """A written graph reduced by its stages' graphs.
 
     An operator that a stage has is replaced by its name, a value that a stage has by None.
@@ -380,7 +381,7 @@ def _beside(encoded: dict[str, Any], stages: Sequence[Mapping[str, object]]) -> 
     }
 
 
-def whole_graph(encoded: Mapping[str, Any], stages: Sequence[Mapping[str, object]]) -> dict[str, object]:
+def whole_graph(encoded: JsonObject, stages: Sequence[JsonObject]) -> dict[str, object]:
     """The written graph that `_beside` has reduced to `encoded`."""
     ops, values = _of_stages(stages)
     return {
@@ -390,7 +391,7 @@ def whole_graph(encoded: Mapping[str, Any], stages: Sequence[Mapping[str, object
     }
 
 
-def _of_stages(stages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, object], dict[str, object]]:
+def _of_stages(stages: Sequence[JsonObject]) -> tuple[dict[str, object], dict[str, object]]:
     """The operators and values of all stages, by name."""
     return (
         {op["name"]: op for part in stages for op in part["ops"]},

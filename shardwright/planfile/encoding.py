@@ -42,7 +42,7 @@ from ..autocast import Autocast, UnderAutocast, under
 from ..capture.regions import Applied
 from ..errors import LayoutError, PlanError, ShardwrightError, StrategyError, shown
 from ..graph import Graph, Master, Op, Pieces, Recompute, Value, values_in
-from ..json_files.json_reader import MIB, parse
+from ..json_files.json_reader import MIB, JsonObject, parse
 from ..layout import Digit, Digits, Layout, beside, merge
 from ..rules import Assignment, Bound, assignment_of
 from ..torch_private import OpOverload, pytree
@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 #: Key of a leaf of an argument tree -> the class of torch that it stands for.
-_WORDS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+_TORCH_KINDS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
 
 class UnsavedObject:
@@ -98,7 +98,7 @@ def _leaf(x: object) -> object:
         return {"complex": [_leaf(x.real), _leaf(x.imag)]}
     if isinstance(x, torch.device):
         return {"device": str(x)}
-    for word, kind in _WORDS.items():
+    for word, kind in _TORCH_KINDS.items():
         if isinstance(x, kind):
             return {word: str(x).removeprefix("torch.")}
     return {"object": repr(x)}
@@ -192,7 +192,7 @@ def fingerprint(graph: Graph) -> str:
     return fingerprint_of(write_graph(graph))
 
 
-def fingerprint_of(encoded: Mapping[str, Any]) -> str:
+def fingerprint_of(encoded: JsonObject) -> str:
     """The fingerprint of the graph that `encoded` is, as `write_graph` writes it.
 
     Raises:
@@ -308,7 +308,7 @@ def _leaf_of(x: object, values: dict[str, Value]) -> Any:
         return complex(*(_leaf_of(y, values) for y in content))
     if word == "device":
         return torch.device(content)
-    return _named(word, content) if word in _WORDS else UnsavedObject(content)
+    return _named(word, content) if word in _TORCH_KINDS else UnsavedObject(content)
 
 
 def _named(word: str, name: Any) -> Any:
@@ -318,7 +318,7 @@ def _named(word: str, name: Any) -> Any:
         ValueError: torch has no such value.
     """
     value = vars(torch).get(name)
-    if not isinstance(value, _WORDS[word]):
+    if not isinstance(value, _TORCH_KINDS[word]):
         raise ValueError(f"torch has no {word} {shown(name)}")
     return value
 
@@ -360,7 +360,7 @@ def _target_of(encoded: Any, name: str, source: str | None) -> object:
     return found
 
 
-def _applied(encoded: dict[str, Any], name: str, source: str | None) -> Applied:
+def _applied(encoded: JsonObject, name: str, source: str | None) -> Applied:
     """A user's function, looked up in the module that defined it; nothing is imported."""
     module, _, path = encoded["function"].partition(":")
     found = _loaded(module, path)
@@ -380,7 +380,7 @@ def _applied(encoded: dict[str, Any], name: str, source: str | None) -> Applied:
     return made
 
 
-def recompute_of(encoded: dict[str, Any] | None) -> Recompute | None:
+def recompute_of(encoded: JsonObject | None) -> Recompute | None:
     """The recomputation that `write_recompute` wrote; None for None.
 
     Raises:
@@ -424,7 +424,7 @@ def read_graph(encoded: dict[str, object], source: str = "", expected: str | Non
         ) from error
 
 
-def _graph(encoded: dict[str, Any], source: str) -> Graph:
+def _graph(encoded: JsonObject, source: str) -> Graph:
 
     def value(name: str, shape: list[int], dtype: str, grad: bool, master: list[object] | None = None) -> Value:
         return Value(
@@ -510,7 +510,7 @@ class _Axes:
         return WHOLE if not names else names[0] if len(names) == 1 else names
 
 
-def spell_assignment(bound: Bound, assignment: Assignment) -> dict[str, Any]:
+def spell_assignment(bound: Bound, assignment: Assignment) -> JsonObject:
     """An operator's strategy as the fields of its line.
 
     ``in_strategy`` has the cuts, or axes of the named device matrix where cuts cannot express the strategy.

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ..cluster import Cluster
 from ..errors import PlanError, ShardwrightError, shown
 from ..graph import Graph
-from ..json_files.json_reader import check_fields, section_places
+from ..json_files.json_reader import JsonObject, check_fields, section_places
 from ..partition.local_program import InputPlacement
 from ..pipeline.build import planned_stages
 from ..pipeline.pipeline_plan import Join, MicrobatchPlan, PipelinePlan
@@ -124,7 +124,7 @@ class PipelineDocument:
     # -- what the head says --
 
     @property
-    def setting(self) -> dict[str, Any]:
+    def setting(self) -> JsonObject:
         """The fields of the pipeline.
 
         Raises:
@@ -237,7 +237,7 @@ class PipelineDocument:
     # -- the content of the last line --
 
     @cached_property
-    def content(self) -> dict[str, Any]:
+    def content(self) -> JsonObject:
         """The content of the last captured line: everything beside the stages' graphs.
 
         Raises:
@@ -252,18 +252,18 @@ class PipelineDocument:
                 for key in ("graph", "joins", "totals", "counts", "micro_batches", "updates", "stages")
             }
 
-    def graph(self, own: Sequence[Graph]) -> Graph:
+    def graph(self, stage_graphs: Sequence[Graph]) -> Graph:
         """The graph of one micro-batch, with the recomputation that its lines give.
 
         Args:
-            own: the stages' graphs.
+            stage_graphs: the stages' graphs.
 
         Raises:
             PlanError: the graph is not the head's.
         """
         encoded = whole_graph(self.content["graph"], [stage.content["graph"] for stage in self.stages])
         graph = read_graph(encoded, self.head.where, str(self.head.encoded.get("graph")))
-        recompute_of = {op.name: op.recompute for part in own for op in part.ops if op.recompute is not None}
+        recompute_of = {op.name: op.recompute for part in stage_graphs for op in part.ops if op.recompute is not None}
         return graph.with_ops(
             tuple(
                 op if op.name not in recompute_of else replace(op, recompute=recompute_of[op.name]) for op in graph.ops
@@ -280,13 +280,13 @@ class PipelineDocument:
         """
         made = self.schedule()
         sizes = self.sizes(made)
-        own = [stage.graph() for stage in self.stages]
+        stage_graphs = [stage.graph() for stage in self.stages]
         with self.head.captured_content():
-            return self._planned(made, sizes, own)
+            return self._planned(made, sizes, stage_graphs)
 
-    def _planned(self, made: Schedule, sizes: tuple[int, ...], own: Sequence[Graph]) -> PipelinePlan:
+    def _planned(self, made: Schedule, sizes: tuple[int, ...], stage_graphs: Sequence[Graph]) -> PipelinePlan:
         devices, cluster = self.devices, self.head.cluster
-        content, graph = self.content, self.graph(own)
+        content, graph = self.content, self.graph(stage_graphs)
         counts = None if content["counts"] is None else read_graph(content["counts"], self.head.where)
         joins = tuple(None if join is None else Join(*join) for join in content["joins"])
         updates = {name: Join(*join) for name, join in content["updates"].items()}
@@ -297,7 +297,7 @@ class PipelineDocument:
                 tuple(ends["results"]),
                 tuple(ends["sent"]),
             )
-            for part, ends in zip(own, content["stages"], strict=True)
+            for part, ends in zip(stage_graphs, content["stages"], strict=True)
         ]
         inputs = graph.inputs[: len(graph.inputs) - len(content["totals"])]
         splits = tuple(self.setting["split"])

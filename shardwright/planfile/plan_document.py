@@ -33,7 +33,7 @@ from ..cluster import MOST_DEVICES, Cluster
 from ..cost.memory_timeline import optimizer_bytes
 from ..errors import LayoutError, PlanError, ShardwrightError, shown
 from ..graph import Graph, Op, types_of
-from ..json_files.json_reader import check_fields, field_line, section_places
+from ..json_files.json_reader import JsonObject, check_fields, field_line, section_places
 from ..layout import Digit, Layout
 from ..partition.hybrid_parallel import OwnPrograms
 from ..partition.local_program import Decision, Decisions, InputPlacement, SearchResult, description, find_batch_dims
@@ -63,7 +63,7 @@ class DocumentHead:
     """
 
     path: Path
-    encoded: dict[str, Any]
+    encoded: JsonObject
     lines: dict[str, int] = field(default_factory=dict, kw_only=True)
 
     @property
@@ -205,10 +205,10 @@ class DocumentLine:
     """
 
     name: str
-    encoded: dict[str, Any]
+    encoded: JsonObject
     where: str
 
-    def decision(self, op: Op, devices: int, on_missing_rule: str, uneven: bool, own: bool = False) -> Decision:
+    def decision(self, op: Op, devices: int, on_missing_rule: str, uneven: bool, per_rank: bool = False) -> Decision:
         """The line as a decision of the operator that it names, with the cause that the line gives.
 
         Args:
@@ -216,12 +216,12 @@ class DocumentLine:
             devices: the number of devices.
             on_missing_rule: "error", or "replicate": an operator without a rule runs whole on every device.
             uneven: True where cuts need not divide.
-            own: True in hybrid_parallel, where every operator runs unchanged.
+            per_rank: True in hybrid_parallel, where every operator runs unchanged.
 
         Raises:
             ShardwrightError: a strategy that the operator cannot follow, with the line.
         """
-        if own:
+        if per_rank:
             rule, note = whole_rule(op), None
             bound = bound_rule(op, rule)
         else:
@@ -374,7 +374,7 @@ class PlanDocument(DocumentHead):
     # -- as a plan of its own --
 
     @cached_property
-    def content(self) -> dict[str, Any]:
+    def content(self) -> JsonObject:
         """The content of the captured line: graph, search report, and the digests of the other lines when written."""
         content = unpacked(self.captured, self.where)
         with self.captured_content():
@@ -520,16 +520,16 @@ class PlanDocument(DocumentHead):
         Documents without "memory" have the memory limit only here.
         """
         content = self.content["found"]
-        own = {} if self.stage is None else {"dataset_strategy": [*map(spell_layout, input_placement.inputs)]}
-        if content is None or self.content["said"]["head"] != head_digest(self.encoded | own):
+        inputs = {} if self.stage is None else {"dataset_strategy": [*map(spell_layout, input_placement.inputs)]}
+        if content is None or self.content["said"]["head"] != head_digest(self.encoded | inputs):
             return None
         fields = {key: value for key, value in content.items() if key != "seconds"}
         return SearchResult(**fields | {"notes": tuple(content["notes"])})
 
-    def decided(self, op: Op, devices: int, on_missing_rule: str, uneven: bool, own: bool = False) -> Decision:
+    def decided(self, op: Op, devices: int, on_missing_rule: str, uneven: bool, per_rank: bool = False) -> Decision:
         """The decision of an operator's line, with its original cause, or "mark" where the line was edited since."""
         line = self.operators[op.name]
-        decision = line.decision(op, devices, on_missing_rule, uneven, own)
+        decision = line.decision(op, devices, on_missing_rule, uneven, per_rank)
         if digest(op, decision) != self.content["said"]["operators"].get(line.name):
             return replace(decision, cause="mark")
         texts = {key: line.encoded[key] for key in ("note", "origin", "via") if isinstance(line.encoded.get(key), str)}

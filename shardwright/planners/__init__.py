@@ -15,7 +15,7 @@ plan_search            the part that all searching planners share; the storage o
                        hsdp(optimizer_level="auto"); a plan reused at other sizes of the inputs
 memory_problem         the same problem with bytes and a limit
 save_or_recompute      the choice between saving and recomputing a value
-operator_workspace     the memory inside an operator of several instructions
+operator_memory        the tensors that an operator saves, and its memory while it runs
 """
 
 from __future__ import annotations

@@ -18,6 +18,9 @@ or a constant.
 
 `CostGraph` is the problem with the meaning of its nodes, and `cost_graph` builds it. `plan_search` has the way from a
 solution to a plan; `memory_problem` adds memory to a `CostGraph`.
+
+Example: h = x @ w and y = relu(h) are a node each, and one edge between them, since h has one consumer. Where two
+operators consume h, h has a node too, and an edge to each of the three operators.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ from ..partition.parameter_sharding import OptimizerParallel, stored_layouts
 from ..partition.partitioner import Use
 from ..solver.problem import Problem
 from ..solver.search_memory import current
-from .search_space import EdgeCosts, OpCost, OperatorTable, Strategy, op_cost, saved_inputs
+from .operator_memory import saved_inputs
+from .search_space import EdgeCosts, OpCost, OperatorTable, Strategy, op_cost
 from .shared_values import SharedState, SharedValue, Uses
 
 __all__ = ["CostGraph", "StorageState", "cost_graph"]
@@ -438,15 +442,15 @@ class _Builder:
         asked = [self._input_uses(consumer, i) for consumer, i in consumers]
         shared = self._shared_value(value, output_layouts, [uses for uses, _ in asked], ends)
         states = self.shares[value.name] = shared.states
-        own = self.shared[value.name] = self._node(f"%{value.name}", np.zeros(len(states)))
+        shared_node = self.shared[value.name] = self._node(f"%{value.name}", np.zeros(len(states)))
         firsts = self.once("producer", (shared,), shared.producer_costs)
-        self._edge(node, own, self._spread(firsts, which, None))
+        self._edge(node, shared_node, self._spread(firsts, which, None))
         for (consumer, _i), (uses, taken) in zip(consumers, asked):
             read = self._with_gradient(value, consumer)
             table = self.once(
                 ("consumer", read.requires_grad), (shared, uses), lambda: shared.consumer_costs(read, uses)
             )
-            self._later(consumer, own, self._spread(table, None, taken))
+            self._later(consumer, shared_node, self._spread(table, None, taken))
 
     def _shared_value(
         self, value: Value, output_layouts: tuple[Layout, ...], asked: Sequence[tuple[Uses, ...]], ends: Uses

@@ -6,6 +6,9 @@
 
 This is the search that keeps a limit (`memory_fit`), with the operator's other strategies forbidden. Costs are those of
 the cost graph, memory is that of `cost/memory_timeline.py`.
+
+Example: a limit of 10 GB, and an operator cut along its columns. The best plan with it cut along its rows takes 1.2 ms
+and 12 GB: aside = 1.2 ms. With recomputation it fits and takes 1.3 ms: within = 1.3 ms.
 """
 
 from __future__ import annotations

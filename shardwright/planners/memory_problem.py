@@ -14,7 +14,7 @@ A usage is a number of bytes by state of one node or of two, over the moments [s
     gathered    a parameter that is stored cut: from its first use to its last backward, or only around either; where a
                 consumer of it runs again, from the beginning of the recomputation
     backward    gradients of inputs while an operator's backward runs; of an output from its last consumer's backward on
-    inside      values inside an operator of several instructions, and their gradients (`operator_workspace`)
+    inside      values inside an operator of several instructions, and their gradients (`operator_memory`)
     sent        the other end of a redistribution, where it is larger than the tensors that its consumer produces or
                 alone saves
 
@@ -276,7 +276,7 @@ class _MemoryProblemBuilder:
         if op.name in self.detached:
             self.use(node, place, self.detached[op.name] + 1, self.memory.detached(op)[1], "activations")
         if grads:
-            self.use(node, place, self.back(place) + 1, self.memory.own(op), "activations")
+            self.use(node, place, self.back(place) + 1, self.memory.internal(op), "activations")
         forward, backward = self.memory.inside(op)
         self.use(node, place, place + 1, forward, "activations")
         if grads:

@@ -137,12 +137,12 @@ class Search:
             PlanError: nothing of the model can be cut for so many devices, or two marks ask for a parameter in
                 different layouts.
         """
-        own = {v.name for n, v in self.described.graph.parameters.items() if n not in (self.stored or {})}
+        unstored = {v.name for n, v in self.described.graph.parameters.items() if n not in (self.stored or {})}
         layouts: dict[str, tuple[Layout, Op]] = {}
         for op in self.described.graph.ops:
             for i, value in enumerate(op.inputs if op.name in self.fixed else ()):
                 mine = self.fixed[op.name].input_layout(i), op
-                if value.name in own and layouts.setdefault(value.name, mine)[0] != mine[0]:
+                if value.name in unstored and layouts.setdefault(value.name, mine)[0] != mine[0]:
                     raise wanted_in_two(value, layouts[value.name], mine)
         devices = self.described.devices
         factors = [f for _, bound, _ in self.described.rules.values() for f in bound.factors if f.splittable]
@@ -189,8 +189,10 @@ class Search:
         for op in self.described.graph.ops:
             if op.mark is not None and op.mark.out_strategy is not None:
                 rule, bound, _ = self.described.rules[op.name]
-                own = None if op.mark.in_strategy is None else marked_decision(op, rule, bound, devices).assignment
-                out[op.name] = marked_output(op, bound, devices, own)
+                assignment = (
+                    None if op.mark.in_strategy is None else marked_decision(op, rule, bound, devices).assignment
+                )
+                out[op.name] = marked_output(op, bound, devices, assignment)
         return out
 
     @cached_property

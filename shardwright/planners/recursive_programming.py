@@ -177,12 +177,12 @@ class _Recursion:
         out |= {name: decision.assignment for name, decision in self.search.fixed.items()}
         consumers = graph.consumers()
         settled, todo = set(self.search.fixed), [op for op in graph.ops if op.name in self.search.fixed]
-        own = {value.name for name, value in graph.parameters.items() if name not in (self.search.stored or {})}
+        unstored = {value.name for name, value in graph.parameters.items() if name not in (self.search.stored or {})}
         while todo:
             op = todo.pop()
             for i, value in enumerate(op.inputs):
                 layout = rules[op.name][1].input_layout(i, out[op.name])
-                if value.name not in own or layout is None or layout.is_replicated:
+                if value.name not in unstored or layout is None or layout.is_replicated:
                     continue
                 for other, j in consumers[value.name]:
                     followed = rules[other.name][1].follow({j: layout}) if other.name not in settled else None
@@ -233,7 +233,7 @@ def _grown(bound: Bound, before: Assignment, digit: Digit) -> Iterator[Assignmen
         return
     for i, factor in enumerate(bound.factors):
         if factor.splittable and factor.size > 1:
-            digits = {k: own for k, own in enumerate(before.digits)}
+            digits = dict(enumerate(before.digits))
             assignment = bound.cut_by(before.devices, digits | {i: (*digits[i], digit)})
             legal = bound.divides(assignment) and bound.is_consistent(assignment)
             if legal and bound.halos_may_pay(assignment, ((i, digit.size),)):

@@ -20,10 +20,10 @@ of a recomputed operator have to be saved, or recomputed in the same segment of 
 The file has two parts:
 
 1. `OperatorMemory`: bytes that a graph's operators consume, produce and save, by strategy. `output_bytes` are those of
-   an output, its sum completed; `input_bytes` those of an input as its consumer has it; `own` the saved tensors that
-   are neither; `inside` as in `operator_workspace`. The backward's inputs and outputs are those of an operator's first
-   strategy; `needs_input` and `needs_output` say where another strategy differs. Operators of equal costs (`op_cost`)
-   share one result.
+   an output, its sum completed; `input_bytes` those of an input as its consumer has it; `internal` those of the saved
+   tensors that are neither; `inside` as in `operator_memory`. The backward's inputs and outputs are those of an
+   operator's first strategy; `needs_input` and `needs_output` say where another strategy differs. Operators of equal
+   costs (`op_cost`) share one result.
 2. `RematStates`: the nodes and the edges between them.
 
 `memory_problem` lays these bytes over the moments of a step.
@@ -42,8 +42,8 @@ from ..graph import Op, Value
 from ..identity_tables import IdentityCache
 from ..layout import Layout
 from .graph_problem import CostGraph, reached
-from .operator_workspace import inside, without_gradients
-from .search_space import KeptTensors, OpCost, keeps
+from .operator_memory import KeptTensors, inside, keeps, without_gradients
+from .search_space import OpCost
 from .shared_values import SharedState, Uses
 
 __all__ = ["ABSENT", "RECOMPUTED", "SAVED", "Node", "OperatorMemory", "RematStates", "SaveOrRecompute"]
@@ -110,22 +110,26 @@ class OperatorMemory:
         """The tensors that an operator saves for a backward that a detach ends, and the bytes of those that are
         neither inputs nor outputs, by strategy."""
         costs = self.cost_graph.op_costs[op.name]
-        own = self.once("detached", (costs,), lambda: np.array([keeps(p).own for p in costs], dtype=np.float64))
-        return self.once("keeps", (costs,), lambda: keeps(costs[0])), own
+        internal = self.once(
+            "detached", (costs,), lambda: np.array([keeps(p).internal for p in costs], dtype=np.float64)
+        )
+        return self.once("keeps", (costs,), lambda: keeps(costs[0])), internal
 
     def keeps(self, op: Op) -> KeptTensors:
         """The tensors that an operator's backward needs under its first strategy."""
         costs = self.op_costs(op)
         return self.once("keeps", (costs,), lambda: keeps(costs[0]))
 
-    def own(self, op: Op) -> np.ndarray:
+    def internal(self, op: Op) -> np.ndarray:
         """Bytes of saved tensors that are neither inputs nor outputs, by strategy."""
         costs, first = self.op_costs(op), self.keeps(op)
 
         def count() -> np.ndarray:
             plain = [len(p.program) == 1 for p in costs]
-            none = not first.own and plain[0]
-            return np.array([0 if none and one else keeps(p).own for p, one in zip(costs, plain)], dtype=np.float64)
+            none = not first.internal and plain[0]
+            return np.array(
+                [0 if none and one else keeps(p).internal for p, one in zip(costs, plain)], dtype=np.float64
+            )
 
         return self.once("own", (costs,), count)
 
@@ -221,7 +225,7 @@ class OperatorMemory:
                     *(self.output_bytes(op, k, outputs[k]) for k in counted),
                     *(self.input_bytes(op, i, op.inputs[i]) for i in alone),
                 ],
-                self.own(op) if self.grads else np.zeros(len(costs)),
+                self.internal(op) if self.grads else np.zeros(len(costs)),
             ),
         )
 

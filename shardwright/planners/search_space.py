@@ -1,4 +1,4 @@
-"""The strategies that a search considers for an operator, and the price and saved tensors of each.
+"""The strategies that a search considers for an operator, and the price of each.
 
     a strategy = each axis of the rank to one splittable factor of the operator, or to none (replicas)
 
@@ -9,15 +9,15 @@ the rules allow under these axes, and no others; but halos are exchanged only wh
 
 8 devices in one level have the axes 2 @ 4, 2 @ 2, 2 @ 1; a matmul has 3 factors, so at most 4³ = 64 strategies.
 
-The file has four parts:
+The file has three parts:
 
 1. Prices of edges (`EdgeCosts`): the redistributions from a value's producer to its consumers, and of its gradient
    back. The partitioner finds them by the same calls, and none depends on the value's shape.
 2. Prices of operators (`op_cost`): one operator under one strategy, partitioned alone, with its inputs in the layouts
    that it needs and its outputs without consumers. Redistribution of its inputs belongs to part 1.
 3. Options (`options_of`, `options_among`).
-4. Saved tensors (`keeps`): the inputs, outputs and other tensors of an operator's forward that its backward needs, as
-   autograd says for the operator's part of a program alone.
+
+`operator_memory` has the tensors that an operator saves under a strategy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -47,22 +46,17 @@ from ..partition.local_program import (
     PlacedValue,
     Redistribute,
     description,
-    made_by,
-    reads,
 )
 from ..partition.partitioner import Partitioner, Use, brought
-from ..partition.rematerialization import LiveRanges, SavedTensors, saved_by
 from ..redistribution import Redistribution, transpose
 from ..rules import Assignment, Bound, Rule, expand
 
 __all__ = [
     "EdgeCosts",
-    "KeptTensors",
     "OpCost",
     "OperatorTable",
     "Strategy",
     "assignments",
-    "keeps",
     "kind_of_call",
     "op_cost",
     "options_among",
@@ -70,8 +64,6 @@ __all__ = [
     "prime_axes",
     "prime_factors",
     "redistributions_of",
-    "saved_inputs",
-    "saved_inside",
     "strategy_of",
 ]
 
@@ -599,102 +591,3 @@ def _partial_digits(bound: Bound, strategy: Strategy, index: int) -> Digits:
     if layout.reduction != "sum":
         return ()
     return layout.with_partial(strategy.partial + layout.partial).partial
-
-
-# -- saved tensors --
-
-
-@dataclass(frozen=True)
-class KeptTensors:
-    """The tensors saved from the forward for the backward.
-
-    Attributes:
-        inputs, outputs: the numbers of the inputs and outputs that are saved.
-        own: bytes of saved tensors that are neither.
-        views: (output, input) numbers, for each output that lies in the memory of an input.
-    """
-
-    inputs: frozenset[int]
-    outputs: frozenset[int]
-    own: int
-    views: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, eq=False)
-class _Program:
-    """The program of an operator's cost; two are equal where they do the same to the same local shapes."""
-
-    cost: OpCost
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Program) and self.key == other.key
-
-    @property
-    def key(self) -> tuple[Hashable, ...]:
-        forms = []
-        for i in self.cost.program:
-            made = i.outputs if isinstance(i, LocalOp) else (i.target,)
-            what = (i.target, repr(i.args), repr(i.kwargs)) if isinstance(i, LocalOp) else (i.source.name,)
-            forms.append((*what, tuple(o and (o.name, o.local_shape) for o in made)))
-        inputs = tuple((i.name, i.local_shape, i.value.dtype, i.value.requires_grad) for i in self.cost.inputs)
-        return inputs, tuple(forms), tuple(i.name for i in self.cost.outputs)
-
-
-def keeps(cost: OpCost) -> KeptTensors:
-    """The tensors that an operator's backward needs under one strategy."""
-    return _keeps(_Program(cost))
-
-
-def saved_inputs(op_costs: Sequence[OpCost]) -> frozenset[int]:
-    """The numbers of the inputs that an operator's backward needs under its first strategy."""
-    return keeps(op_costs[0]).inputs
-
-
-def saved_inside(cost: OpCost) -> tuple[SavedTensors, ...]:
-    """The tensors that each of an operator's instructions saves."""
-    return _saved(_Program(cost))
-
-
-@lru_cache(maxsize=1 << 16)
-def _saved(program: _Program) -> tuple[SavedTensors, ...]:
-    cost = program.cost
-    by_name = {i.name: i for i in cost.inputs}
-    made = {o.name for i in cost.program for o in made_by(i)}
-    local_program = SimpleNamespace(
-        inputs=tuple(by_name.values()),
-        parameters={},
-        buffers={},
-        constants={},
-        seed=_seed(cost, {*by_name, *made}),
-        instructions=cost.program,
-    )
-    return tuple(saved_by(local_program))  # type: ignore[arg-type]
-
-
-@lru_cache(maxsize=1 << 16)
-def _keeps(program: _Program) -> KeptTensors:
-    cost = program.cost
-    saved = _saved(program)
-    live_ranges = LiveRanges(cost.inputs, cost.program, saved)
-    out = {live_ranges.root[name] for one in saved for name in one.values if name in live_ranges.root}
-    results = [live_ranges.root[i.name] for i in cost.outputs]
-    places = [i.name for i in cost.inputs]
-    own = sum(one.own_bytes for one in saved)
-    own += sum(live_ranges.tensors[name].local_bytes for name in out - live_ranges.inputs if name not in results)
-    return KeptTensors(
-        frozenset(places.index(n) for n in out if n in places),
-        frozenset(results.index(n) for n in out if n in results and n not in places),
-        own,
-        tuple((k, places.index(n)) for k, n in enumerate(results) if n in places),
-    )
-
-
-def _seed(cost: OpCost, known: set[str]) -> PlacedValue | None:
-    """The seed as a placed value, where the program consumes one; else None."""
-    names = {name for i in cost.program for name in reads(i)}
-    if SEED.name not in names - known:
-        return None
-    return PlacedValue(SEED.name, SEED, Layout.replicated(cost.outputs[0].layout.devices, 1))

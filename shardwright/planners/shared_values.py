@@ -46,7 +46,8 @@ __all__ = ["SharedState", "SharedValue", "Uses"]
 
 Uses = frozenset[Use]
 
-#: Of many uses, the number tried in each layout of the producer as the use of some consumers: the cheapest.
+#: The number of uses that are tried, of many, in each layout of the producer as the use of some consumers: the
+#: cheapest.
 CHEAPEST = 8
 
 

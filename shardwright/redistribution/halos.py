@@ -101,7 +101,7 @@ class Halo:
         return digits_size(self.digits)
 
     @property
-    def own(self) -> int:
+    def part_size(self) -> int:
         """The number of elements that a part has; the last parts may have fewer within the dim."""
         return -(-self.size // self.parts)
 
@@ -111,7 +111,7 @@ class Halo:
 
     def has(self, part: int) -> range:
         """The elements of the dim that a part has."""
-        return range(min(part * self.own, self.size), min((part + 1) * self.own, self.size))
+        return range(min(part * self.part_size, self.size), min((part + 1) * self.part_size, self.size))
 
     def reads(self, part: int) -> range:
         """The elements of the dim that a part reads."""
@@ -130,7 +130,7 @@ class Halo:
         among them."""
         reads = self.reads(reader)
         if reads:
-            for part in range(reads.start // self.own, (reads.stop - 1) // self.own + 1):
+            for part in range(reads.start // self.part_size, (reads.stop - 1) // self.part_size + 1):
                 yield part, self.shared(part, reader)
 
     @property
@@ -154,7 +154,7 @@ class Halo:
         before, as far as these lie within the tensor."""
         out = Fraction(1)
         for halo in self.before:
-            out *= Fraction(halo._amounts.read, halo.own)
+            out *= Fraction(halo._amounts.read, halo.part_size)
         return out
 
     @property
@@ -162,7 +162,7 @@ class Halo:
         """The size of a slice with the halos exchanged before, relative to the plain slice."""
         out = Fraction(1)
         for halo in self.before:
-            out *= Fraction(halo.length, halo.own)
+            out *= Fraction(halo.length, halo.part_size)
         return out
 
     @property
@@ -171,7 +171,9 @@ class Halo:
 
     def __str__(self) -> str:
         over = "·".join(map(repr, self.digits))
-        return f"{over}, dim {self.dim}: {self.length} of {self.own} from {self.step}q-{self.padding}, {self.fill}"
+        return (
+            f"{over}, dim {self.dim}: {self.length} of {self.part_size} from {self.step}q-{self.padding}, {self.fill}"
+        )
 
 
 @lru_cache(maxsize=1 << 12)

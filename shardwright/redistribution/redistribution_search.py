@@ -116,10 +116,10 @@ def refine(source: Layout, target: Layout) -> Refinement | None:
             cuts.append(both)
         known = len(boundaries)
         for mine in split:
-            for own, both in zip(mine, cuts):
-                if len(own) + 1 == len(both):
+            for digits_before, both in zip(mine, cuts):
+                if len(digits_before) + 1 == len(both):
                     continue  # no prefixes but its own
-                for digit, lo, hi in zip(own, (prefixes := _prefixes(own)), prefixes[1:]):
+                for digit, lo, hi in zip(digits_before, (prefixes := _prefixes(digits_before)), prefixes[1:]):
                     boundaries.update(digit.stride * (hi // p) for p in both if lo < p < hi)
         if len(boundaries) == known:
             break

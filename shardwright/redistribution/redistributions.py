@@ -177,7 +177,7 @@ class RedistributionStep:
         if self.halo is not None:
             before = self.halo.grown
             if self.kind is CollectiveKind.HALO_REDUCE:
-                before *= Fraction(self.halo.length, self.halo.own)
+                before *= Fraction(self.halo.length, self.halo.part_size)
             return self.pattern.sent(self.size, math.ceil(numel * self.share / before))
         return self.pattern.sent(self.size, numel)
 
@@ -187,7 +187,7 @@ class RedistributionStep:
         halo = self.halo
         assert halo is not None
         most = halo.sent if self.kind is CollectiveKind.HALO_EXCHANGE else halo.received
-        return Fraction(most, halo.own) * halo.beside
+        return Fraction(most, halo.part_size) * halo.beside
 
     def geometry(self, local_shape: tuple[int, ...]) -> Geometry:
         """The step on local tensors of this shape.
@@ -330,7 +330,9 @@ def _with_halo(step: RedistributionStep, shape: tuple[int, ...]) -> tuple[int, .
     """
     halo = step.halo
     assert halo is not None
-    old, new = (halo.own, halo.length) if step.kind is CollectiveKind.HALO_EXCHANGE else (halo.length, halo.own)
+    old, new = (
+        (halo.part_size, halo.length) if step.kind is CollectiveKind.HALO_EXCHANGE else (halo.length, halo.part_size)
+    )
     if shape[halo.dim] != old:
         raise LayoutError(f"dim {halo.dim} of the local tensor {shape} has size {shape[halo.dim]}, not {old}")
     return (*shape[: halo.dim], new, *shape[halo.dim + 1 :])

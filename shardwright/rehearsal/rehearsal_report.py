@@ -12,11 +12,11 @@ import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
+from ..json_files.json_reader import JsonObject
 from ..report.console_tables import console_of, show, table
 from ..report.format import size_text, time_text
 from ..report.operator_names import OperatorNames
@@ -205,7 +205,7 @@ class Rehearsal:
             return None
         return _pearson(_ranks([o.seconds for o in work]), _ranks([o.promised for o in work]))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Everything as JSON."""
         out = asdict(self)
         del out["layers"]

@@ -106,7 +106,7 @@ class OperatorClock:
         """The function of a local operator, which measures itself."""
         target, operator = PLAIN.get(instruction.target, instruction.target), instruction.operator
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             if not self.runs:
                 return target(*args, **kwargs)
             span = self._begin(operator, "forward" if backward_number() == -1 else "backward")
@@ -165,8 +165,8 @@ class OperatorClock:
         seconds = time.perf_counter() - start
         out: dict[tuple[str, str], float] = {}
         for span in _all(self._spans):
-            own = self._seconds(span) - sum(map(self._seconds, span.inside))
-            out[span.operator, span.half] = out.get((span.operator, span.half), 0.0) + max(0.0, own)
+            alone = self._seconds(span) - sum(map(self._seconds, span.inside))
+            out[span.operator, span.half] = out.get((span.operator, span.half), 0.0) + max(0.0, alone)
         self._spans.clear()
         return seconds, out
 
@@ -198,7 +198,7 @@ class _Alive(TorchDispatchMode):
         types: Iterable[type],
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
-    ) -> Any:
+    ) -> object:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # a DTensor: the operators on its slice come here again
         result = function(*args, **(kwargs or {}))

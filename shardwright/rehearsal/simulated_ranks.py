@@ -119,7 +119,7 @@ class Slept(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, function: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+    ) -> object:
         if function.namespace in ("c10d", "_c10d_functional"):
             self._collective(function, args)
         return function(*args, **(kwargs or {}))

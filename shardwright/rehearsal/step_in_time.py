@@ -78,11 +78,11 @@ def _measured(
 ) -> tuple[StepInTime, StepInTime]:
     """A micro-batch of a stage, and one with what is done once a step: with the measured seconds, or with `ratio` times
     the promised ones."""
-    own = promised_seconds([stage.plan], 1)
+    promised = promised_seconds([stage.plan], 1)
     each = (
-        {key: measured.get(key, 0.0) / micro_batches for key in own}
+        {key: measured.get(key, 0.0) / micro_batches for key in promised}
         if stage.number in mine
-        else {key: seconds * ratio for key, seconds in own.items()}
+        else {key: seconds * ratio for key, seconds in promised.items()}
     )
     costs, schedule = _MeasuredCosts(stage.plan, each), stage.plan.stage_schedule
     return costs.in_time(stage.plan, schedule, once=False), costs.in_time(stage.plan, schedule)

@@ -30,12 +30,12 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from ..cluster import Cluster
 from ..cost.communication_schedule import Fusion
 from ..errors import PlanError, SettingError
 from ..identity_tables import IdentityMap
+from ..json_files.json_reader import JsonObject
 from ..partition.local_program import GlobalExtreme, LocalOp, Redistribute
 from ..partition.rematerialization import RecomputedInstruction, Regather
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, moments
@@ -142,7 +142,7 @@ def read_trace(path: str | Path) -> Trace:
             "the profile" + (f"; it has ranges such as {ranges[0]['name']!r}" if ranges else ""),
             legal="a trace of torch.profiler.profile() around steps of an AutoParallel model",
         )
-    threads: dict[tuple[Hashable, Hashable], list[Mapping[str, object]]] = {}
+    threads: dict[tuple[Hashable, Hashable], list[JsonObject]] = {}
     for e in ranges:
         threads.setdefault((e.get("pid"), e.get("tid")), []).append(e)
     rows = {thread: _Row(each) for thread, each in threads.items()}
@@ -155,7 +155,7 @@ def read_trace(path: str | Path) -> Trace:
     return Trace(tuple(steps), str((names or ["a device"])[0]) if kernels else None)
 
 
-def _document(path: Path) -> dict[str, Any]:
+def _document(path: Path) -> JsonObject:
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             read = json.load(file)
@@ -171,15 +171,15 @@ def _document(path: Path) -> dict[str, Any]:
     return read
 
 
-def _start(event: Mapping[str, Any]) -> float:
+def _start(event: JsonObject) -> float:
     return float(event["ts"]) * 1e-6
 
 
-def _seconds(event: Mapping[str, Any]) -> float:
+def _seconds(event: JsonObject) -> float:
     return float(event.get("dur", 0.0)) * 1e-6
 
 
-def _text(event: Mapping[str, object]) -> str:
+def _text(event: JsonObject) -> str:
     return str(event["name"])[len(PREFIX) :]
 
 
@@ -191,11 +191,11 @@ class _Row:
         texts: of the innermost range in each piece; "": none.
     """
 
-    def __init__(self, ranges: Iterable[Mapping[str, object]]) -> None:
+    def __init__(self, ranges: Iterable[JsonObject]) -> None:
         self.starts: list[float] = []
         self.texts: list[str] = []
         open_: list[tuple[float, str]] = []
-        # Of two ranges that begin at the same time the longer one is around the other.
+        # The longer one of two ranges that begin at the same time is around the other.
         for e in sorted(ranges, key=lambda e: (_start(e), -_seconds(e))):
             begin, text = _start(e), _text(e)
             self._close(open_, begin)
@@ -238,11 +238,11 @@ def _count_host(steps: Sequence[TracedStep], rows: Mapping[tuple[Hashable, Hasha
 def _count_device(
     steps: Sequence[TracedStep],
     rows: Mapping[tuple[Hashable, Hashable], _Row],
-    events: Iterable[Mapping[str, object]],
-    kernels: Iterable[Mapping[str, Any]],
+    events: Iterable[JsonObject],
+    kernels: Iterable[JsonObject],
 ) -> None:
-    launches: dict[Hashable, Mapping[str, object]] = {}
-    operators: dict[Hashable, Mapping[str, object]] = {}
+    launches: dict[Hashable, JsonObject] = {}
+    operators: dict[Hashable, JsonObject] = {}
     for e in events:
         arguments = e.get("args")
         if not isinstance(arguments, dict) or e.get("cat") in DEVICE or e.get("cat") == COPIED:
@@ -338,7 +338,7 @@ class TraceComparison:
             "communication": together("communication", self.communication),
         }
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Everything as JSON."""
         out = asdict(self)
         for name in ("operators", "layers", "communication"):

@@ -11,7 +11,6 @@ ir_dump              the program of one rank as plain text, one operator a line
 format               units, types, layouts and numbers in these texts
 html_report          a plan as one HTML file; plans, operators and layouts in a notebook
 report_content       its figures
-local_alternatives   other strategies of one operator, priced without a search
 html_elements        the values and pictures of which it is made
 plan_diff            two plans compared
 plan_figures         the figures of a plan as JSON

@@ -6,6 +6,9 @@
 2. Where that leaves too little room, or a row would have more than `TALL` lines, each row is a paragraph: its first
    cell, and below it the others, each behind its heading.
 3. `saying` prints sentences.
+
+Example: in 80 columns a table of operators with a path of 60 characters breaks the path behind a dot; in 20 columns
+each operator is a paragraph.
 """
 
 from __future__ import annotations

@@ -258,8 +258,8 @@ def explanation(
         )
     )
     if not answer.exact:
-        own = "" if answer.bound is None else f", none below that of all plans, {time_text(answer.bound)}"
-        say(f"at least: proved lower bounds{own}; no plan with these strategies was searched.")
+        unlimited = "" if answer.bound is None else f", none below that of all plans, {time_text(answer.bound)}"
+        say(f"at least: proved lower bounds{unlimited}; no plan with these strategies was searched.")
     tried, considered = answer.tried
     if tried < considered:
         say(

@@ -77,13 +77,13 @@ def tensor_lines(plan: Plan, rank: int) -> Iterator[str]:
         for placed in table.values():
             value, shape = (plan.graph.parameters.get(placed.value.name, placed.value), placed.local_shape)
             index = true_slice(placed.layout, value.shape, rank)
-            own = tuple(s.stop - s.start for s in index)
+            extents = tuple(s.stop - s.start for s in index)
             part = ", ".join(f"{s.start}:{s.stop}" for s in index)
             stored = value.stored
             yield (
                 f"# {kind} %{value.name}  {_type(stored, value.shape)}  layout {layout_text(placed.layout)}  "
-                f"{'fed' if kind == 'input' else 'stored'} [{part}] = {_type(stored, own)}"
-                + (f", padded to {_type(stored, shape)}" if own != shape else "")
+                f"{'fed' if kind == 'input' else 'stored'} [{part}] = {_type(stored, extents)}"
+                + (f", padded to {_type(stored, shape)}" if extents != shape else "")
                 + _used(value, program.used.get(value.name), placed.layout)
             )
     if program.seed is not None:

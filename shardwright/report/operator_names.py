@@ -4,6 +4,8 @@
     equal operators of equal layers    layers.{0-11}.self_attn.q_proj
 
 A name that a user gives is an operator's name, its path, a module's path, or the end of one: ``q_proj``.
+
+Example: ``q_proj`` names the operators of all layers whose path ends so; ``layers.3.self_attn.q_proj`` one of them.
 """
 
 from __future__ import annotations

@@ -177,9 +177,9 @@ def _setting(hsdp: OptimizerParallel | None) -> str:
     if hsdp is None:
         return "none"
     over = "all replicas" if hsdp.shard_size == -1 else f"{hsdp.shard_size} replicas"
-    left = [f"{_count(len(hsdp.whole), 'parameter')} whole"] if hsdp.whole else []
-    left += [f"weights of {_count(len(hsdp.kept), 'parameter')} kept for the backward"] if hsdp.kept else []
-    return ", ".join((f"{hsdp.optimizer_level} over {over}", f"from {hsdp.threshold:.15g} KB on", *left))
+    exceptions = [f"{_count(len(hsdp.whole), 'parameter')} whole"] if hsdp.whole else []
+    exceptions += [f"weights of {_count(len(hsdp.kept), 'parameter')} kept for the backward"] if hsdp.kept else []
+    return ", ".join((f"{hsdp.optimizer_level} over {over}", f"from {hsdp.threshold:.15g} KB on", *exceptions))
 
 
 def _memory(plan: Plan | PipelinePlan) -> str:

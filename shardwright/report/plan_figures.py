@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from ..cluster import Cluster
+from ..json_files.json_reader import JsonObject
 from ..operator_explanation import Alternative, Explanation, seconds_of
 from ..pipeline.pipeline_plan import PipelinePlan, timeline_of
 from ..pipeline.schedules import Schedule
@@ -118,9 +118,9 @@ def step_figures(plan: Plan | PipelinePlan) -> dict[str, object]:
         "stages": made.schedule.stages,
         "micro_batches": made.schedule.micro_batches,
         "groups": [
-            {"ranks": list(own), "busy": made.busy(group), "waits": made.total - made.busy(group)}
+            {"ranks": list(members), "busy": made.busy(group), "waits": made.total - made.busy(group)}
             | {"peak": made.peak(group)}
-            for group, own in enumerate(ranks_of_groups(plan, made.schedule))
+            for group, members in enumerate(ranks_of_groups(plan, made.schedule))
         ],
     }
 
@@ -157,7 +157,7 @@ def _plans(plan: Plan | PipelinePlan) -> list[tuple[int | None, Plan]]:
     return [(None, plan)] if isinstance(plan, Plan) else [(stage.number, stage.plan) for stage in plan.stages]
 
 
-def _operator(plan: Plan, name: str, names: OperatorNames, stage: int | None) -> dict[str, Any]:
+def _operator(plan: Plan, name: str, names: OperatorNames, stage: int | None) -> JsonObject:
     decision = plan.decisions[name]
     return {
         "name": name,

@@ -19,7 +19,7 @@ from ..errors import ShardwrightError
 from ..graph import short_dtype
 from ..identity_tables import IdentityMap
 from ..layout import Digits, Layout, digits_size
-from ..operator_explanation import Explanation, SearchesOfPlan, explained, seconds_of, shares_of
+from ..operator_explanation import Explanation, SearchesOfPlan, explained, local_alternatives, seconds_of, shares_of
 from ..pipeline.pipeline_plan import PipelinePlan, moments, timeline_of
 from ..redistribution import CollectiveKind
 from ..sharded_plan import Collective, OperatorPlan, ParameterPlan, Plan
@@ -44,7 +44,6 @@ from .html_elements import (
     memory,
     unfolded,
 )
-from .local_alternatives import local_alternatives
 from .operator_cuts import OperatorCuts, operator_cuts, vocabularies
 from .operator_names import OperatorNames
 from .plan_diff import strategy_text

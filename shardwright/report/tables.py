@@ -21,7 +21,7 @@ from ..cost.memory_timeline import OptimizerSetting, optimizer_text
 from ..graph import Value
 from ..layout import Digits, digits_size
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer
-from ..pipeline.simulate import Once, Simulation
+from ..pipeline.schedule_simulation import Once, Simulation
 from ..rules.dims import send
 from ..sharded_plan import Plan
 from .console_tables import UNLIMITED, console_of, saying, show, table

@@ -19,8 +19,8 @@ from xml.sax.saxutils import escape, quoteattr
 
 from ..cost.cost_model import StepInTime, StreamSpan
 from ..pipeline.pipeline_plan import Moment
+from ..pipeline.schedule_simulation import Once, Simulation, Span
 from ..pipeline.schedules import Action
-from ..pipeline.simulate import Once, Simulation, Span
 from .console_tables import console_of, saying, show, table
 from .format import size_text, time_text
 

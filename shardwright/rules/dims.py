@@ -16,6 +16,9 @@
    Padding elements are undefined; `unpadded` fills them with one number and lets no gradient out of them.
 
 4. *send*: the identity at which a value leaves a stage of a pipeline; it moves nothing, and completes partial sums.
+
+Example: a dim of 10 cut in 4 has parts of ⌈10 / 4⌉ = 3 elements, 12 in all: the starts are 0, 3, 6 and 9, the last rank
+has the positions 9, 10 and 11, and the last two of them are padding.
 """
 
 from __future__ import annotations

@@ -14,6 +14,9 @@
 
    The part of a rank gets one spare place. Elements of other parts are written there, and the place is removed
    afterwards. Each operator thus keeps its order of writes and its gradient.
+
+Example: a table of 10 rows cut in 2 parts, index 7. The row is row 2 of rank 1's part; rank 0 has zeros, and the sum
+over both ranks is row 7.
 """
 
 from __future__ import annotations

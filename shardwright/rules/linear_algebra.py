@@ -6,6 +6,8 @@
     solve      [..., n, n], [..., n, k] -> [..., n, k]; or a vector, [..., n, n], [..., n] -> [..., n]
 
 Batch dims of several inputs broadcast. No batch dim is padded: the padding of a batch holds no invertible matrix.
+
+Example: inv of [8, 3, 3] with dim 0 cut in 4: each rank inverts [2, 3, 3].
 """
 
 from __future__ import annotations

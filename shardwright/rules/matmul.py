@@ -10,6 +10,9 @@
        out[i, n] = Σk x[i, k] · w[group of i, k, n]        the end of each group is data, one number a group
 
    The widths k and n may be cut; k leaves a partial sum. Groups stay whole, and so do the rows that form them.
+
+Example: x [8, 4] times w [4, 6] on 4 devices, rows and k cut twice each. A rank multiplies [4, 2] by [2, 6]; the ranks
+of one half of the rows have two terms of one [4, 6].
 """
 
 from __future__ import annotations

@@ -17,6 +17,9 @@
    A batch norm in training normalizes by the whole batch, as on one device. Its running statistics are replicas: where
    the channels are cut, each rank computes the new values of its own channels, and these are gathered. The backward of
    all but rms is one sum over the ranks: of the gradients of mean and variance together.
+
+Example: the parts (1, 3) and (5, 7) have the means 2 and 6 and the variances 1 and 1. Together: mean 4, and variance
+((1 + 4) + (1 + 4)) / 2 = 5.
 """
 
 from __future__ import annotations
@@ -271,7 +274,7 @@ def _normalise_gradients(
     """The gradients of `batch_normalise` by plain operators, which autograd differentiates again."""
     channels = (-1, *[1] * (x.dim() - 2))
     with torch.enable_grad():
-        # Of their own in the graph: the statistics come of x.
+        # New tensors in the graph, since the statistics are computed from x: each gets a gradient of its own.
         x, stats = (t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in (x, stats))
         if weight is not None:
             weight = weight.view_as(weight) if weight.requires_grad else weight.detach().requires_grad_()

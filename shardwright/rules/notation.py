@@ -343,7 +343,9 @@ class Bound:
         room = 1 if batch is None else self.factors[batch].size // digits_size(assignment.digits[batch])
         if any(f in self.windowed and room % ways == 0 for f, ways in sizes):
             return False
-        return all(halo.length <= 2 * halo.own for i in range(len(self.inputs)) for halo in self.halos(i, assignment))
+        return all(
+            halo.length <= 2 * halo.part_size for i in range(len(self.inputs)) for halo in self.halos(i, assignment)
+        )
 
     @cached_property
     def windowed(self) -> frozenset[int]:

@@ -5,6 +5,9 @@
 
 2. *Created tensors*: where all elements have one value, any dim may be split, and a rank creates its slice alone; where
    the value depends on the position, the tensor is created whole. `tril` and `triu` of a tensor are expanded.
+
+Example: on 2 devices `zeros(8, 4)` with dim 0 cut is `zeros(4, 4)` on each rank; `arange(8)` is created whole and
+sliced.
 """
 
 from __future__ import annotations

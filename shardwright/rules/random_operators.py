@@ -11,6 +11,9 @@
 Any dim may be cut. A permutation is produced whole, and the classes of a multinomial stay whole. No gradient goes
 through a random number. In evaluation, and where nothing is dropped, an operator is not expanded. In the graph of one
 micro-batch the numbers are those of its rows in the whole batch (`Op.micro`).
+
+Example: dropout with p = 0.2 of 8 rows cut in 2. Rank 1 computes the numbers of rows 4 to 7 of the whole tensor, so the
+same elements are dropped as on one device; the others are divided by 0.8.
 """
 
 from __future__ import annotations

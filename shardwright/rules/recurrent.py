@@ -3,6 +3,8 @@
 torch's recurrent operators draw the numbers of their dropout internally. The operators here have no dropout. Where a
 model has dropout between its layers, each layer becomes an operator of its own, followed by a plain dropout. Its
 numbers are drawn like those of every other dropout.
+
+Example: an LSTM of 2 layers with dropout 0.1 becomes a layer, a dropout, and a layer.
 """
 
 from __future__ import annotations

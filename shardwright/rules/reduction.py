@@ -23,6 +23,8 @@
        cumsum x      = cumsum within the part + Σ totals of the parts before it     one reduce-scatter of the totals
        argmax x      = min { i : x[i] = max x }                                     the first, as on one device
        max x along a dim = x[argmax x], which alone gets the gradient
+
+Example: (1, 4, 2, 5) cut in 2. Sums: 5 and 7, together 12. Cumulative sums: (1, 5), and (2, 7) + 5 = (7, 12).
 """
 
 from __future__ import annotations

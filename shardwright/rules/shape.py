@@ -7,6 +7,9 @@
 
 2. *Joins, repetitions, pads and reorderings* (cat, stack, repeat, pad, flip, roll, …): the dim along which elements
    move stays whole; a repetition is a factor of its own beside the repeated dim.
+
+Example: [8, 6] viewed as [8, 2, 3]: the dim of 6 is ``(a b)`` with a = 2 and b = 3. Cut in 2 it is a that is cut, and
+the call of a rank views [8, 3] as [8, 1, 3].
 """
 
 from __future__ import annotations

@@ -41,13 +41,16 @@
    dim may be cut between stretches in two cases: nearest neighbours stay within their stretch (where a/b is a power
    of two, so that positions are exact), and a dim that keeps its size is not changed. Every other interpolation reads
    neighbours, and its spatial dims stay whole.
+
+Example: a kernel of 3 with padding 1 and stride 1 over 8 elements cut in 2. Rank 0 has 0 to 3 and needs element 4 too:
+a halo of one element, and zeros at its border.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -85,7 +88,7 @@ def spatial(op: Op) -> int:
     return next(int(letter) for letter in op.kind if letter.isdigit())
 
 
-def per_dim(argument: object, count: int) -> tuple[Any, ...]:
+def per_dim(argument: object, count: int) -> tuple[int, ...]:
     """An argument with one entry for each spatial dim; one given entry holds for all dims."""
     listed = tuple(argument) if isinstance(argument, (tuple, list)) else (argument,)
     return listed * count if len(listed) == 1 else listed

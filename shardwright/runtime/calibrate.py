@@ -81,14 +81,16 @@ def calibrate(runtime: Runtime, name: str | None = None, rounds: int = ROUNDS) -
         SettingError: one rank alone; hosts with different numbers of ranks, or with ranks that are not neighbours.
     """
     hosts: list[str] = exchanged(socket.gethostname())
-    inner, outer = levels_of(hosts)
+    ranks_of_host, host_count = levels_of(hosts)
     if len(hosts) == 1:
         raise SettingError("one rank alone has no links to measure", legal="two ranks or more")
     watch = _Watch(runtime.device, rounds)
     peak = {dtype: rate for dtype in DTYPES for rate in (_matmul_rate(watch, getattr(torch, dtype)),) if rate}
     # Placeholders: the loop below replaces each level's latency and bandwidth by measured ones.
-    levels = tuple(Level(level, size, 1.0, 1.0) for level, size in (("host", inner), ("network", outer)) if size > 1)
-    memory = -int(watch.slowest([-_memory(runtime.device, inner)])[0])  # the least of all ranks
+    levels = tuple(
+        Level(level, size, 1.0, 1.0) for level, size in (("host", ranks_of_host), ("network", host_count)) if size > 1
+    )
+    memory = -int(watch.slowest([-_memory(runtime.device, ranks_of_host)])[0])  # the least of all ranks
     cluster = Cluster(name or hosts[0], levels, memory, peak, _memory_bandwidth(watch), _overhead(watch))
     groups, stride = ProcessGroups(len(hosts), runtime.rank), 1
     for place, level in enumerate(each(levels, "calibration", "levels of links")):
@@ -112,14 +114,14 @@ def levels_of(hosts: Sequence[str]) -> tuple[int, int]:
         SettingError: the hosts have different numbers of ranks, or ranks that are not neighbours.
     """
     names = list(dict.fromkeys(hosts))
-    inner = len(hosts) // len(names)
-    if list(hosts) != [name for name in names for _ in range(inner)]:
+    ranks_of_host = len(hosts) // len(names)
+    if list(hosts) != [name for name in names for _ in range(ranks_of_host)]:
         counts = ", ".join(f"{name}: ranks {[r for r, host in enumerate(hosts) if host == name]}" for name in names)
         raise SettingError(
             f"the ranks do not make levels of links: {counts}",
             legal="as many ranks on every host, with neighbouring numbers",
         )
-    return inner, len(names)
+    return ranks_of_host, len(names)
 
 
 def fit(timings: Sequence[Timing], costs: Callable[[float, float], CostModel]) -> tuple[float, float]:

@@ -45,9 +45,9 @@ class Compilation:
         SettingError: an unknown backend, mode or option.
     """
 
-    backend: Any = "inductor"
+    backend: str | Callable[..., object] = "inductor"
     mode: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not callable(self.backend):
@@ -123,8 +123,8 @@ class Compilation:
         if more and self.backend == "inductor":
             from ..torch_private import options_of_mode  # noqa: PLC0415  loads the compiler
 
-            own = self.options if self.mode is None else options_of_mode(self.mode)
-            arguments = {"backend": "inductor", "dynamic": False, "options": {**more, **own}}
+            of_mode = self.options if self.mode is None else options_of_mode(self.mode)
+            arguments = {"backend": "inductor", "dynamic": False, "options": {**more, **of_mode}}
         return torch.compile(program, **arguments)
 
 

@@ -67,7 +67,7 @@ class CompiledSeed:
         return run
 
 
-#: Of a program that is not compiled, or draws nothing.
+#: The seed of a program that is not compiled, or draws nothing.
 NO_SEED = CompiledSeed()
 
 

@@ -77,7 +77,7 @@ class Node:
         op: str,
         target: Any = None,
         args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] = {},
+        kwargs: Mapping[str, object] = {},
         all_input_nodes: tuple[Node, ...] = (),
     ) -> None:
         self.name, self.op, self.target, self.args, self.kwargs = name, op, target, args, kwargs
@@ -238,7 +238,7 @@ def _finish(env: dict[str, Node], node: Node, instruction: Redistribute | Global
 def _compute(nodes: list[Node], env: dict[str, Node], instruction: LocalOp) -> None:
     read: dict[Node, None] = {}
 
-    def leaf(x: object) -> Any:
+    def leaf(x: object) -> object:
         if type(x) is not Ref:
             return x
         node = env[x.name]

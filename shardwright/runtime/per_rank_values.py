@@ -87,7 +87,7 @@ def handings(plan: Plan, processes: bool, mean: bool) -> list[Callable[[Tensor],
         if not apart:
             out.append(None)
         elif processes:
-            out.append(_own(plan.devices if mean else 1))
+            out.append(_of_rank(plan.devices if mean else 1))
         elif plan.input_placement.per_rank_batch:
             out.append(_joined if output.shape else _mean)
         else:
@@ -95,7 +95,7 @@ def handings(plan: Plan, processes: bool, mean: bool) -> list[Callable[[Tensor],
     return out
 
 
-def _own(parts: int) -> Callable[[Tensor], Tensor]:
+def _of_rank(parts: int) -> Callable[[Tensor], Tensor]:
     def pass_gradient(x: Tensor) -> Tensor:
         x = x.squeeze(0)
         return _divided(x, parts) if parts > 1 and x.requires_grad else x

@@ -68,7 +68,7 @@ from ..torch_private import number_of_groups
 from .compilation import Compilation
 from .device_seed import NO_SEED, trace_random_numbers
 from .distributed.collectives import carried
-from .distributed.gradients import of_stage
+from .distributed.gradient_tensors import of_stage
 from .distributed.parameters import ParameterPlacement, ShardedState
 from .distributed.process_groups import ProcessGroups, groups_of_world
 from .distributed.rank_executor import RankExecutor
@@ -158,14 +158,14 @@ def exchanges(plan: PipelinePlan, schedule: Schedule, rank: int) -> tuple[tuple[
     """The exchanges of a rank in a step, by position: before its first action, after each of its actions, and last
     after all gradients of shared parameters are made. Exchanges of one position have an order too."""
     mine = {stage.number for stage in plan.of_rank(rank)}
-    own = [schedule.steps[a] for a in schedule.actions[schedule.placement[min(mine)]]]
+    steps = [schedule.steps[a] for a in schedule.actions[schedule.placement[min(mine)]]]
     made: dict[int, list[Message]] = {}  # by time step
     for action, step in sorted(schedule.steps.items(), key=lambda item: (item[1], schedule.placement[item[0].stage])):
         made.setdefault(step, []).extend(_made_by(plan, action))
-    out: list[list[Exchange]] = [[] for _ in range(len(own) + 2)]
+    out: list[list[Exchange]] = [[] for _ in range(len(steps) + 2)]
     out[0] += _between(plan, rank, mine, [Message(t, -1) for t in _shared(plan)])
     for step, messages in sorted(made.items()):
-        out[bisect_right(own, step)] += _between(plan, rank, mine, messages)
+        out[bisect_right(steps, step)] += _between(plan, rank, mine, messages)
     if schedule.name != "forward":
         out[-1] += _between(plan, rank, mine, [Message(t, -1, True) for t in _shared(plan) if t.gradient])
     return tuple(map(tuple, out))

@@ -397,7 +397,7 @@ class PipelineStep:
         out = out or [None]  # see `PipelineProgram`: a process that trains nothing of its own
         self.leaves.clear()
         if self.program.absent:
-            from .distributed.gradients import hand_nothing  # noqa: PLC0415  imports DTensor
+            from .distributed.gradient_tensors import hand_nothing  # noqa: PLC0415  imports DTensor
 
             for parameter in self.program.absent:
                 hand_nothing(parameter)

@@ -51,7 +51,7 @@ __all__ = [
 # -- autograd functions
 
 
-#: What a runtime does one after the other.
+#: Functions that a runtime calls one after the other.
 Steps = tuple[Callable[[Tensor], Tensor], ...]
 
 
@@ -156,15 +156,15 @@ def _windows(parts: Sequence[Tensor], halo: Halo, dim: int) -> list[Tensor]:
 def _added(windows: Sequence[Tensor], halo: Halo, dim: int) -> list[Tensor]:
     """The gradients of the parts, from those of what each part reads."""
     before, behind = _margins(halo)
-    last = max(0, halo.own * halo.parts - halo.size - behind)  # of parts that are not full
+    last = max(0, halo.part_size * halo.parts - halo.size - behind)  # of parts that are not full
     shape = list(windows[0].shape)
     shape[dim] = before + halo.size + behind + last
     total = windows[0].new_zeros(shape)
     for part, window in enumerate(windows):
         total.narrow(dim, halo.begins(part) + before, halo.length).add_(window)
-    if halo.own * halo.parts > halo.size:  # padding elements get no gradient
+    if halo.part_size * halo.parts > halo.size:  # padding elements get no gradient
         total.narrow(dim, before + halo.size, behind + last).zero_()
-    return [total.narrow(dim, before + part * halo.own, halo.own) for part in range(halo.parts)]
+    return [total.narrow(dim, before + part * halo.part_size, halo.part_size) for part in range(halo.parts)]
 
 
 _MOVES = {CollectiveKind.HALO_EXCHANGE: _windows, CollectiveKind.HALO_REDUCE: _added}
@@ -251,8 +251,8 @@ def _part(x: Tensor, place: _Place) -> Tensor:
 
 
 def _places(step: RedistributionStep, rank: int) -> tuple[dict[int, _Place], dict[int, _Place]]:
-    """By part of the dim, the rank's own among them: the place in the rank's slice of the elements that the part reads,
-    and the place in what the rank reads of the elements that the part has."""
+    """Two places by part of the dim, this rank's part included: elements of this rank's slice that the part reads, and
+    elements of the part that this rank reads, counted in the dim as this rank reads it."""
     halo = step.halo
     assert halo is not None
     mine = digits_value(halo.digits, rank)
@@ -265,7 +265,7 @@ def _places(step: RedistributionStep, rank: int) -> tuple[dict[int, _Place], dic
     def place(shared: range, first: int) -> _Place:
         return ((halo.dim, shared.start - first, len(shared)), *beside)
 
-    sent = {q: place(shared, mine * halo.own) for q in range(halo.parts) if (shared := halo.shared(mine, q))}
+    sent = {q: place(shared, mine * halo.part_size) for q in range(halo.parts) if (shared := halo.shared(mine, q))}
     return sent, {q: place(shared, halo.begins(mine)) for q, shared in halo.sources(mine)}
 
 

@@ -64,8 +64,8 @@ class Replaced(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         met: list[Replaced] = []
 
         def present(x: Replaced) -> torch.Tensor:
@@ -90,8 +90,8 @@ class Replaced(nn.Parameter):
             raise AttributeError(name)
         return getattr(successor_of(self), name)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return repr(successor_of(self))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         return memo.setdefault(id(self), copy.deepcopy(successor_of(self), memo))

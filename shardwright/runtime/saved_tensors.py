@@ -105,27 +105,27 @@ class _Recompute:
     """
 
     steps: tuple[tuple[Hashable, Step], ...]
-    own: frozenset[Hashable]
+    internal: frozenset[Hashable]
     frees: tuple[tuple[Hashable, ...], ...]
     named: Callable[[], tuple[tuple[Hashable, Step], ...]]
 
     def __call__(self, env: dict[Hashable, object]) -> tuple[dict[Hashable, object], dict[Hashable, list[Tensor]]]:
-        own: dict[Hashable, list[Tensor]] = {}
+        internal: dict[Hashable, list[Tensor]] = {}
         with torch.enable_grad():  # some operators compute differently without it
             for (key, step), frees in zip(self.named() if profiling() else self.steps, self.frees, strict=True):
-                if key in self.own:
+                if key in self.internal:
                     packed: list[Tensor] = []
                     # Detached: an output's graph would hold the output.
                     with saved_tensors_hooks(partial(_collect, packed), lambda x: x):
                         made = step(env)
-                    own[key] = packed
+                    internal[key] = packed
                 else:
                     made = step(env)
                 env[key] = _leaves(made, {})
                 del made  # its graph has saved tensors
                 for unused in frees:
                     env.pop(unused, None)
-        return env, own
+        return env, internal
 
 
 def _collect(packed: list[Tensor], x: Tensor) -> None:
@@ -166,12 +166,12 @@ class RegionRun:
                     f"{key}, of which a part of the model is to be recomputed, has been changed in place "
                     "after the forward"
                 )
-        values, own = self.recompute(env)
+        values, internal = self.recompute(env)
         with torch.no_grad():
             for dropped in list(self.waiting):
                 if dropped.tensor is None:
                     assert dropped.take is not None
-                    dropped.tensor = dropped.take(values, own)
+                    dropped.tensor = dropped.take(values, internal)
 
 
 @dataclass(frozen=True)
@@ -182,12 +182,12 @@ class Saver(Generic[Key]):
         inputs: (region, key) of each dropped value that the node reads.
         outputs: (region, key, number of the result; None where the node has one result) of each dropped value that it
             produces.
-        own: (region, key of the node) where the tensors that only the node itself saves are dropped; else None.
+        internal: (region, key of the node) where the tensors that only the node itself saves are dropped; else None.
     """
 
     inputs: tuple[tuple[int, Key], ...]
     outputs: tuple[tuple[int, Key, int | None], ...]
-    own: tuple[int, Key] | None
+    internal: tuple[int, Key] | None
 
     def __call__(self, runs: Sequence[RegionRun], values: Sequence[object], call: Callable[[], object]) -> object:
         """The result of ``call()``; tensors that autograd saves meanwhile are dropped as planned. `values` are those of
@@ -217,17 +217,17 @@ class Saver(Generic[Key]):
                 found = results.get(storage_id(dropped.tensor.untyped_storage()))
                 if found is not None and _drop(dropped, runs, *found):
                     continue
-                if found is None and self.own is not None:
-                    region, key = self.own
-                    dropped.drop(runs[region], partial(_own, key, index))
+                if found is None and self.internal is not None:
+                    region, key = self.internal
+                    dropped.drop(runs[region], partial(_internal, key, index))
                 elif outer is not None:
                     dropped.pass_on(*outer)
         return made
 
 
-def _own(key: Hashable, index: int, _: Values, own: Mapping[Hashable, Sequence[Tensor]]) -> Tensor:
+def _internal(key: Hashable, index: int, _: Values, internal: Mapping[Hashable, Sequence[Tensor]]) -> Tensor:
     """One of the tensors that a node alone has saved, in a region that ran again."""
-    return own[key][index]
+    return internal[key][index]
 
 
 def _lent(key: Hashable, values: Values, _: Values) -> object:
@@ -349,7 +349,7 @@ class LoweredRegions(Generic[Key]):
         return Saver(
             tuple((self.owner[n], self.key(self.values[n])) for n in reads if n in self.owner),
             tuple((self.owner[n], self.key(made), which) for n, made, which in makes if n in self.owner),
-            next(((k, self.key(node)) for k, region in enumerate(self.regions) if i in region.own), None),
+            next(((k, self.key(node)) for k, region in enumerate(self.regions) if i in region.internal), None),
         )
 
     def _keep(self, k: int, region: Region, plan: Plan) -> None:
@@ -404,8 +404,8 @@ class LoweredRegions(Generic[Key]):
         for region in self.regions:
             nodes = [n for i in region.recompute_set for n in self.nodes[i]]
             steps = tuple((self.key(n), step(n)) for n in nodes)
-            own = frozenset(self.key(self.nodes[i][0]) for i in region.own)
-            made.append(_Recompute(steps, own, self._frees(region, nodes), partial(self._named, nodes, steps)))
+            internal = frozenset(self.key(self.nodes[i][0]) for i in region.internal)
+            made.append(_Recompute(steps, internal, self._frees(region, nodes), partial(self._named, nodes, steps)))
         lent = [
             (k, self.key(self.values[n]), other)
             for k, region in enumerate(self.regions)

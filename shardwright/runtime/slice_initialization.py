@@ -75,7 +75,7 @@ __all__ = [
 _N, _M, _TWIST = 624, 397, 0x9908B0DF
 _DEGREE = 19937
 #: The bytes of a generator's state before the words: seed, words left, a flag, the number of the next word.
-_HEAD, _LEFT, _NEXT = 24, slice(8, 12), slice(16, 24)
+_HEAD, _REMAINING, _NEXT = 24, slice(8, 12), slice(16, 24)
 
 #: Fewer words are drawn and dropped: as many as are drawn in the time of a jump.
 JUMP = 1 << 21
@@ -87,7 +87,7 @@ BLOCK = 1 << 22
 _LOT = 16
 
 _UNIFORM, _NORMAL = torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default
-_WORDS = {torch.float32: 1, torch.float64: 2, torch.float16: 1, torch.bfloat16: 1}
+_WORDS_OF_ELEMENT = {torch.float32: 1, torch.float64: 2, torch.float16: 1, torch.bfloat16: 1}
 
 
 # -- jumps -------------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def jumped(state: Tensor, words: int) -> Tensor:
     """
     out = state.clone()
     raw = out.numpy()
-    remaining, following = raw[_LEFT].view(np.int32), raw[_NEXT].view(np.int64)
+    remaining, following = raw[_REMAINING].view(np.int32), raw[_NEXT].view(np.int64)
     if words < remaining[0]:
         remaining -= words
         following += words
@@ -181,7 +181,7 @@ def words_drawn(fill: Callable[..., Tensor], dtype: torch.dtype, numel: int) -> 
     if fill is _NORMAL and numel % _LOT:
         narrow = dtype in (torch.float16, torch.bfloat16)
         numel += _LOT - numel % _LOT if narrow else _LOT
-    return numel * _WORDS[dtype]
+    return numel * _WORDS_OF_ELEMENT[dtype]
 
 
 class Numbers:
@@ -222,7 +222,7 @@ class Numbers:
             into: flat memory of the whole, in which the pieces lie; elements beside them may get any values. None: a
                 piece has memory of its own.
         """
-        at, words, each = 0, words_drawn(fill, dtype, numel), _WORDS[dtype]
+        at, words, each = 0, words_drawn(fill, dtype, numel), _WORDS_OF_ELEMENT[dtype]
         for first, last in spans:
             begin, end = _span(fill, numel, first, last)
             self.pending += begin * each - at
@@ -254,7 +254,7 @@ class Numbers:
             low, high: the bounds.
         """
         self.arrive()
-        start, words, each = torch.get_rng_state(), words_drawn(_NORMAL, dtype, numel), _WORDS[dtype]
+        start, words, each = torch.get_rng_state(), words_drawn(_NORMAL, dtype, numel), _WORDS_OF_ELEMENT[dtype]
         rounds: list[tuple[Tensor, int]] = []  # the generator's state in each, and the word of the fill that is next
         for first, last in spans:
             values, outside = torch.empty(last - first, dtype=dtype, device="cpu"), None
@@ -310,7 +310,7 @@ def draws_by_place(fill: Callable[..., Tensor], dtype: torch.dtype) -> bool:
 
     The generator is left as it was.
     """
-    if fill not in (_UNIFORM, _NORMAL) or dtype not in _WORDS:
+    if fill not in (_UNIFORM, _NORMAL) or dtype not in _WORDS_OF_ELEMENT:
         return False
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(11)

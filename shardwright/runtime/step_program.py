@@ -86,9 +86,9 @@ class StepProgram:
         #: For each input, the number of ranks whose own losses share its gradient.
         self._input_parts: list[int] = []
         if mean:
-            own = plan.devices if plan.own is not None else 1
+            stacked = plan.devices if plan.own is not None else 1
             self._input_parts = [
-                layout.cuts[0] if own == 1 and layout.dims else own for layout in plan.input_placement.inputs
+                layout.cuts[0] if stacked == 1 and layout.dims else stacked for layout in plan.input_placement.inputs
             ]
         if plan.own is not None:
             self._handings = handings(plan, sharded is not None, mean)
@@ -224,7 +224,7 @@ def _on_processes(
 ) -> StepProgram:
     # DTensor and the rest take a second to import: a program that runs in one process does without.
     from .distributed.agreement import counted  # noqa: PLC0415  processes alone use it
-    from .distributed.buckets import GradientSums  # noqa: PLC0415  imports DTensor
+    from .distributed.gradient_sums import GradientSums  # noqa: PLC0415  imports DTensor
     from .distributed.parameters import ParameterPlacement as Place, ShardedState  # noqa: PLC0415  imports DTensor
     from .distributed.process_groups import ProcessGroups  # noqa: PLC0415  processes alone use it
     from .distributed.rank_executor import RankExecutor as ProcessProgram  # noqa: PLC0415  processes alone use it

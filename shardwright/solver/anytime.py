@@ -59,7 +59,7 @@ def _allowed(problem: Problem) -> Problem:
         return once("finite", (table,), lambda: np.where(np.isfinite(table), table, price))
 
     return Problem(
-        tuple(finite(own) for own in problem.costs),
+        tuple(finite(node_costs) for node_costs in problem.costs),
         {pair: finite(table) for pair, table in problem.edges.items()},
         problem.names,
     )
@@ -103,7 +103,7 @@ def descend(
     if not np.isfinite(problem.cost(states)):
         problem = _allowed(problem)
     random = np.random.default_rng(seed)
-    sizes = [len(own) for own in problem.costs]
+    sizes = [len(node_costs) for node_costs in problem.costs]
     near: list[list[int]] = [[] for _ in sizes]
     for i, j in problem.edges:
         near[i].append(j)
@@ -173,7 +173,7 @@ def eliminated(
     """
     facts = made.facts
     order = elimination_order(
-        [len(own) for own in problem.costs],
+        [len(node_costs) for node_costs in problem.costs],
         problem.edges,
         most=LARGEST,
         allowed=facts.sparse(problem.edges),
@@ -364,7 +364,7 @@ def wide(problem: Problem, states: Sequence[int], *, most: int = 2**12, seed: in
         seed: of the choice of the cutset.
     """
     random = np.random.default_rng(seed)
-    sizes = [len(own) for own in problem.costs]
+    sizes = [len(node_costs) for node_costs in problem.costs]
     order = elimination_order(
         sizes, problem.edges, most=most, cutset_weights=random.uniform(0.2, 1.0, len(sizes)).tolist()
     )

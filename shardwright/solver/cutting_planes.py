@@ -224,7 +224,7 @@ def costless(problem: Problem) -> Problem:
 
     return replace(
         problem,
-        costs=tuple(free(own) for own in problem.costs),
+        costs=tuple(free(node_costs) for node_costs in problem.costs),
         edges={pair: free(table) for pair, table in problem.edges.items()},
     )
 
@@ -556,15 +556,16 @@ class _PricedSearch:
         seen = np.array(list(self.known), np.int64).reshape(-1, len(neighbours))
         which = numbered(problem.costs) if self.kinds is None else self.kinds
         alike: dict[int, np.ndarray] = {}  # by the node's costs: in equal layers the same operator's
-        for v, own in enumerate(problem.costs):
-            mark = alike.setdefault(which[v], np.zeros(len(own), bool))
+        sizes = [len(node_costs) for node_costs in problem.costs]
+        for v, size in enumerate(sizes):
+            mark = alike.setdefault(which[v], np.zeros(size, bool))
             mark[seen[:, v]] = True
             if self.looks:
                 mark |= self.looks[v]
-        whole = {size: np.ones(size, bool) for size in {len(own) for own in problem.costs}}
+        whole = {size: np.ones(size, bool) for size in set(sizes)}
         return [
-            whole[len(own)] if not known and (len(own) <= FEW or neighbours[v] <= 1 or follows[v]) else alike[which[v]]
-            for v, own in enumerate(problem.costs)
+            whole[size] if not known and (size <= FEW or neighbours[v] <= 1 or follows[v]) else alike[which[v]]
+            for v, size in enumerate(sizes)
         ]
 
     def splice(self) -> None:
@@ -611,7 +612,7 @@ class _PricedSearch:
     def mix(self) -> None:
         """Let HiGHS combine the best known states, where the problem is small enough for it."""
         nearest = [*self.order()[: 2 * NEAREST], *(() if self.states is None else (self.cut(self.states),))]
-        alive = [np.zeros(len(own), bool) for own in self.problem.costs]
+        alive = [np.zeros(len(node_costs), bool) for node_costs in self.problem.costs]
         for cut in nearest:
             for mark, state in zip(alive, cut.states):
                 mark[state] = True

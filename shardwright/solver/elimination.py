@@ -415,13 +415,13 @@ def _least(parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int, facts
     sparse = aligned[number][1] if share <= SPARSE else None
     aligned.sort(key=lambda part: -part[1].size)
     joined: list[tuple[frozenset[int], np.ndarray, bool]] = []
-    for has, table, own in aligned:  # a table within another is added to it: less work than in the joint
+    for has, table, writable in aligned:  # a table within another is added to it: less work than in the joint
         for n, (more, larger, mine) in enumerate(joined):
             if has <= more and (mine or larger.size <= AT_ONCE):
                 joined[n] = more, np.add(larger, table, out=larger if mine else None), True
                 break
         else:
-            joined.append((has, table, own))
+            joined.append((has, table, writable))
     tables = [table for _, table, _ in sorted(joined, key=lambda part: part[1].size)]
     if len(tables) == 1:
         return tables[0].min(axis=0)
@@ -687,4 +687,4 @@ def eliminate(
     costs: Costs, edges: Edges, order: Order, *, made: Tables | None = None, until: float | None = None
 ) -> Eliminated | None:
     """Eliminate the nodes in that order; see `Script.run`."""
-    return Script([len(own) for own in costs], edges, order).run(costs, edges, made=made, until=until)
+    return Script([len(node_costs) for node_costs in costs], edges, order).run(costs, edges, made=made, until=until)

@@ -86,7 +86,7 @@ class Pricing:
     def __init__(self, problem: Problem, rows: Rows, merges: Merged, order: Order, facts: Facts) -> None:
         self.problem, self.rows = problem, rows
         self._merged, self._order, self.facts = merges, order, facts
-        self._script = Script([len(own) for own in merges.problem.costs], merges.problem.edges, order)
+        self._script = Script([len(node_costs) for node_costs in merges.problem.costs], merges.problem.edges, order)
         self._inside = Rows.of(merges.problem, rows.count)
 
     @classmethod
@@ -106,7 +106,7 @@ class Pricing:
             step = merged(problem, into)
             edges = step.problem.edges
             order = elimination_order(
-                [len(own) for own in step.problem.costs],
+                [len(node_costs) for node_costs in step.problem.costs],
                 edges,
                 most=most,
                 allowed=facts.sparse(edges),
@@ -171,7 +171,7 @@ class SweptPricing:
     def __init__(self, problem: Problem, rows: Rows) -> None:
         self.problem, self.rows = problem, rows
         self._period = period(problem.costs, problem.edges)
-        #: Of the last sweeps: their problem, the prices by usage, their messages.
+        #: The last sweeps: their problem, the prices by usage, their messages.
         self._last: tuple[Shorter, np.ndarray, dict[Pair, np.ndarray]] | None = None
 
     def least(self, multipliers: np.ndarray) -> tuple[float, list[np.ndarray]]:
@@ -234,7 +234,7 @@ class SweptPricing:
     @staticmethod
     def _unswept(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray], short: Shorter) -> float:
         """The bound without any messages, which take memory."""
-        zeros = {size: np.zeros(size) for size in {len(own) for own in costs}}
+        zeros = {size: np.zeros(size) for size in {len(node_costs) for node_costs in costs}}
         sent = {}
         for (x, y), table in short.edges.items():
             sent[x, y], sent[y, x] = zeros[table.shape[1]], zeros[table.shape[0]]
@@ -278,8 +278,8 @@ def bound_of(
         thetas[j].append(up)
         thetas[i].append(down)
         total += once("edge", (table, up, down), lambda: float((table - down[:, None] - up).min()))
-    for own, mine in zip(costs, thetas):
-        total += once(own.tobytes(), tuple(mine), lambda: float(sum(mine, own).min()))
+    for node_costs, mine in zip(costs, thetas):
+        total += once(node_costs.tobytes(), tuple(mine), lambda: float(sum(mine, node_costs).min()))
     return total
 
 
@@ -294,7 +294,7 @@ _Step: TypeAlias = tuple[int, tuple[int, ...], list[int], int]
 #: The level of a step, the states of its node and of its neighbours, and which tables are transposed.
 _Shape: TypeAlias = tuple[int, int, tuple[int, ...], tuple[bool, ...]]
 
-#: Of one neighbour: see `_Steps.near`.
+#: The table of one neighbour: see `_Steps.near`.
 _Near: TypeAlias = tuple[np.ndarray, np.ndarray, tuple[int, int], np.ndarray, bool]
 
 
@@ -335,7 +335,7 @@ class Batched:
 
     def __init__(self, problem: Problem, order: Order) -> None:
         self.order = order
-        self.sizes = sizes = [len(own) for own in problem.costs]
+        self.sizes = sizes = [len(node_costs) for node_costs in problem.costs]
         count = len(sizes)
         self._members: dict[int, np.ndarray] = {}
         self._at = np.zeros(count, np.int64)
@@ -423,12 +423,12 @@ class Batched:
 
     def eliminate(self, costs: Sequence[np.ndarray]) -> Problem:
         """The remaining problem with these costs of the nodes; its tables are the same memory each time."""
-        own = {size: np.stack([costs[v] for v in mine]) for size, mine in self._members.items()}
+        costs_of_size = {size: np.stack([costs[v] for v in mine]) for size, mine in self._members.items()}
         for shape, stacked in self._stacked.items():
             np.copyto(self._tables[shape], stacked)
-        self._own, tables, constant = own, self._tables, 0.0
+        self._costs_of_size, tables, constant = costs_of_size, self._tables, 0.0
         for step in self._steps:
-            mine = own[step.size][step.at]
+            mine = costs_of_size[step.size][step.at]
             if not step.near:
                 constant += float(mine.min(axis=1).sum())
                 continue
@@ -436,7 +436,7 @@ class Batched:
             if step.out is None:
                 # a node with one state adds its own cost once
                 least = (parts[0] + (mine[:, :, None] if step.size > 1 else 0.0)).min(axis=1)
-                target, where = own[step.around[0]], step.near[0][1]
+                target, where = costs_of_size[step.around[0]], step.near[0][1]
             else:
                 first, second = parts[0] + mine[:, :, None], parts[1]
                 target, where = tables[step.out[0]], step.out[1]
@@ -452,7 +452,7 @@ class Batched:
                 np.add.at(target, where, least)
         self.constant = constant
         return Problem(
-            tuple(own[self.sizes[v]][self._at[v]] for v in self.order.remaining),
+            tuple(costs_of_size[self.sizes[v]][self._at[v]] for v in self.order.remaining),
             {pair: tables[shape][at] for pair, shape, at in self._pairs},
         )
 
@@ -465,7 +465,7 @@ class Batched:
     def complete(self, states: np.ndarray) -> np.ndarray:
         """Fill in the best states of the eliminated nodes, in place."""
         for step in reversed(self._steps):
-            costs = self._own[step.size][step.at]
+            costs = self._costs_of_size[step.size][step.at]
             for near in step.near:
                 _, _, shape, at, turn = near
                 tables, theirs = self._tables[shape], states[near[0]]
@@ -494,7 +494,7 @@ class PricedProblem:
 
     def __init__(self, problem: Problem, rows: Rows) -> None:
         self.problem, self.rows = problem, rows
-        self.order = elimination_order([len(own) for own in problem.costs], problem.edges, degree=2)
+        self.order = elimination_order([len(node_costs) for node_costs in problem.costs], problem.edges, degree=2)
         self.multipliers = self.best = np.zeros(rows.count)
         self.bound = -np.inf
         self.easy = Batched(problem, self.order)
@@ -542,7 +542,7 @@ class PricedProblem:
         self.price(self.best)
         self.messages.best = cost - self.constant
         self.sweep(FIXING)
-        out = [np.ones(len(own), bool) for own in self.problem.costs]
+        out = [np.ones(len(node_costs), bool) for node_costs in self.problem.costs]
         for v, mark in zip(self.order.remaining, self.messages.alive):
             out[v] = mark
         return out

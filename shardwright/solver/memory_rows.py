@@ -114,7 +114,7 @@ class _Extremes:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._allowed = [np.isfinite(own) for own in problem.costs]
+        self._allowed = [np.isfinite(node_costs) for node_costs in problem.costs]
         self._known = IdentityCache()
 
     def of(self, use: MemoryUsage) -> tuple[float, float]:
@@ -125,8 +125,8 @@ class _Extremes:
             if edge is None:
                 some = np.asarray(use.amount)[self._allowed[use.node]]
             else:
-                own, other = (self._allowed[v] for v in use.nodes)
-                some = np.asarray(use.amount)[np.isfinite(edge) & own[:, None] & other]
+                first, other = (self._allowed[v] for v in use.nodes)
+                some = np.asarray(use.amount)[np.isfinite(edge) & first[:, None] & other]
             return float(some.min(initial=np.inf)), float(some.max(initial=-np.inf))
 
         return self._known.once("extremes", (use.amount, edge, *(problem.costs[v] for v in use.nodes)), extremes)
@@ -267,7 +267,7 @@ class Rows:
 
 # -- equal layers --
 
-KEPT = 3  # layers of a run that stay
+REMAINING_LAYERS = 3  # layers of a run that stay
 AHEAD = 1  # of these, layers before the cut; the layer behind the cut stands for those that are left out
 NEAR = 2  # in periods: a nearer node counts as a neighbour in the same layer or the next
 TRIED = 16  # most periods that are tried
@@ -318,7 +318,12 @@ def kinds(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray]) -> np.n
 def _kinds(costs: Sequence[np.ndarray], looks: Sequence[Sequence[tuple[int, ...]]]) -> np.ndarray:
     """By node, a number that it shares with the nodes of equal costs and equal looks."""
     number: dict[tuple[Hashable, ...], int] = {}
-    return np.array([number.setdefault((own.tobytes(), *sorted(mine)), len(number)) for own, mine in zip(costs, looks)])
+    return np.array(
+        [
+            number.setdefault((node_costs.tobytes(), *sorted(mine)), len(number))
+            for node_costs, mine in zip(costs, looks)
+        ]
+    )
 
 
 def shorter(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray], size: int) -> Shorter | None:
@@ -340,8 +345,8 @@ def shorter(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray], size:
     cuts: list[tuple[int, int]] = []  # the nodes [from, to) that are left out
     for a, b in zip(begins.tolist(), ends.tolist()):
         layers = (b - a) // size + 1
-        if layers > KEPT:
-            cuts.append((a + AHEAD * size, a + (AHEAD + layers - KEPT) * size))
+        if layers > REMAINING_LAYERS:
+            cuts.append((a + AHEAD * size, a + (AHEAD + layers - REMAINING_LAYERS) * size))
     if not cuts:
         return None
     stands, removed, shorter_count = np.empty(count, np.int64), np.zeros(count, bool), 0
@@ -384,7 +389,7 @@ class Splicer:
 
     def __init__(self, problem: Problem, rows: Rows) -> None:
         self.problem, self.rows = problem, rows
-        self._own = _Flat([(v,) for v in range(len(problem.costs))], problem.costs)
+        self._node_costs = _Flat([(v,) for v in range(len(problem.costs))], problem.costs)
         self._edges = _Flat(list(problem.edges), list(problem.edges.values()))
         self._near: list[list[tuple[int, int]]] = [[] for _ in problem.costs]
         for pair in problem.edges:
@@ -409,7 +414,7 @@ class Splicer:
         one, other = np.asarray(first, np.int64), np.asarray(second, np.int64)
         used = self.rows.used(first), self.rows.used(second)
         for a, b in ((one, other), (other, one)):
-            costs = self._own.along(a, b) + self._edges.along(a, b)
+            costs = self._node_costs.along(a, b) + self._edges.along(a, b)
             fits = np.ones(len(costs), bool)
             over = np.maximum(*used) - self.rows.limit
             for row in np.argsort(-over, kind="stable")[:WORST]:
@@ -495,7 +500,7 @@ class Splicer:
                     )
                     add(nodes, self.rows.arrays[self.rows.array[n]], part * float(price[n]))
             if order is None:
-                order = elimination_order([len(own) for own in costs], edges, most=JOINT)
+                order = elimination_order([len(node_costs) for node_costs in costs], edges, most=JOINT)
                 if order.remaining:
                     return None
             result = eliminate(costs, edges, order, made=Tables())

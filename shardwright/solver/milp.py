@@ -125,11 +125,11 @@ def milp(problem: Problem, *, seconds: float | None = None, work: float | None =
     """
     import highspy  # noqa: PLC0415  4 MiB a process, and few plans need it
 
-    costs = [np.where(np.isfinite(own), own, 0.0).astype(float) for own in problem.costs]
+    costs = [np.where(np.isfinite(node_costs), node_costs, 0.0).astype(float) for node_costs in problem.costs]
     column: list[np.ndarray] = []  # by node and state: the number of its x, -1 where forbidden
     count = 0
-    for own in problem.costs:
-        allowed = np.isfinite(own)
+    for node_costs in problem.costs:
+        allowed = np.isfinite(node_costs)
         column.append(np.where(allowed, count + np.cumsum(allowed) - 1, -1))
         count += int(allowed.sum())
     rows = _Rows()
@@ -198,7 +198,9 @@ def milp(problem: Problem, *, seconds: float | None = None, work: float | None =
         raise PlanError(
             f"no assignment was found: a matrix of {len(rows.columns):,} entries is more than HiGHS is asked"
         )
-    objective = np.concatenate([*(own[where >= 0] for own, where in zip(costs, column)), np.array(paid, float)])
+    objective = np.concatenate(
+        [*(node_costs[where >= 0] for node_costs, where in zip(costs, column)), np.array(paid, float)]
+    )
     scale = float(np.abs(objective).max(initial=0.0)) or 1.0
     scale = 1e3 / scale  # HiGHS's tolerances are absolute
     model = highspy.HighsLp()

@@ -93,7 +93,7 @@ def interned(problem: Problem) -> Problem:
 
     return replace(
         problem,
-        costs=tuple(one(own) for own in problem.costs),
+        costs=tuple(one(node_costs) for node_costs in problem.costs),
         edges={pair: one(table) for pair, table in problem.edges.items()},
     )
 
@@ -107,8 +107,8 @@ def restrict(problem: Problem, alive: Sequence[np.ndarray]) -> RestrictedProblem
         if text not in numbers:
             numbers[text] = np.flatnonzero(mark)
     costs = []
-    for own, text, whole in zip(problem.costs, marks, full):
-        costs.append(own if whole else once(text, (own,), lambda: own[numbers[text]]))
+    for node_costs, text, whole in zip(problem.costs, marks, full):
+        costs.append(node_costs if whole else once(text, (node_costs,), lambda: node_costs[numbers[text]]))
     edges = {}
     for (i, j), table in problem.edges.items():
         if not (full[i] and full[j]):
@@ -153,7 +153,7 @@ def _supported(allowed: np.ndarray, alive: np.ndarray, axis: int) -> np.ndarray:
 
 def arcs(problem: Problem) -> list[np.ndarray] | Wiped:
     """The states that arc consistency leaves (bool, by node), or the node that has none."""
-    alive = [np.isfinite(own) for own in problem.costs]
+    alive = [np.isfinite(node_costs) for node_costs in problem.costs]
     once = IdentityCache().once
     near: list[list[tuple[int, np.ndarray, int]]] = [[] for _ in alive]  # (other node, allowed, this node's axis)
     for (i, j), table in problem.edges.items():
@@ -206,19 +206,19 @@ def consistent(problem: Problem) -> RestrictedProblem:
     return restrict(problem, found)
 
 
-def _stay(own: np.ndarray, tables: Sequence[np.ndarray], amounts: Sequence[np.ndarray]) -> np.ndarray:
+def _stay(node_costs: np.ndarray, tables: Sequence[np.ndarray], amounts: Sequence[np.ndarray]) -> np.ndarray:
     """The states (bool) of a node that stay: those that no other staying state dominates.
 
     A few states of each neighbour rule most pairs out; the remaining pairs are compared over all states.
 
     Args:
-        own: its costs.
+        node_costs: its costs.
         tables: by edge, (its states, the neighbour's).
         amounts: by usage, the memory of each state.
     """
-    gain = own[:, None] - own  # gain of b over a, at (b, a)
+    gain = node_costs[:, None] - node_costs  # gain of b over a, at (b, a)
     least = gain.copy()
-    stays = np.ones(len(own), bool)
+    stays = np.ones(len(node_costs), bool)
     with np.errstate(invalid="ignore"):  # inf - inf, where both forbid, says nothing: fmax skips it
         larger = [np.maximum if np.isfinite(table).all() else np.fmax for table in tables]
         for table, most in zip(tables, larger):
@@ -267,26 +267,26 @@ def undominated(problem: Problem, *, rounds: int = 3) -> RestrictedProblem:
         for axis, v in enumerate(use.nodes):
             uses[v].append((np.asarray(use.amount), axis, None if use.other is None else use.nodes[1 - axis]))
     once = IdentityCache().once  # the states that stay; equal layers are compared once
-    total = RestrictedProblem(problem, tuple(np.arange(len(own)) for own in problem.costs))
+    total = RestrictedProblem(problem, tuple(np.arange(len(node_costs)) for node_costs in problem.costs))
     changed: Collection[int] = range(len(problem.costs))
     for _ in range(rounds):
         now = total.problem
-        alive = [np.ones(len(own), bool) for own in now.costs]
+        alive = [np.ones(len(node_costs), bool) for node_costs in now.costs]
         less: list[int] = []
         for v in set(changed):
-            own = now.costs[v]
+            node_costs = now.costs[v]
             sides = tuple(int(v > u) for u in near[v])
             tables = tuple(now.edges[u, v] if side else now.edges[v, u] for u, side in zip(near[v], sides))
-            if not 1 < len(own) <= MOST_STATES:
+            if not 1 < len(node_costs) <= MOST_STATES:
                 continue
             amounts = []
             for amount, axis, other in uses[v]:
                 mine = amount.T[total.state_numbers[v]] if axis else amount[total.state_numbers[v]]
                 amounts += [mine] if other is None else list(mine[:, total.state_numbers[other]].T)
             stay = once(
-                (own.tobytes(), sides, *(amount.tobytes() for amount in amounts)),
+                (node_costs.tobytes(), sides, *(amount.tobytes() for amount in amounts)),
                 tables,
-                lambda: _stay(own, [table.T if side else table for table, side in zip(tables, sides)], amounts),
+                lambda: _stay(node_costs, [table.T if side else table for table, side in zip(tables, sides)], amounts),
             )
             if not stay.all():
                 alive[v] = stay
@@ -332,7 +332,7 @@ def core(problem: Problem, *, made: Tables | None = None) -> Core:
         problem: any problem.
         made: tables of earlier eliminations, to be used and added to.
     """
-    sizes = [len(own) for own in problem.costs]
+    sizes = [len(node_costs) for node_costs in problem.costs]
     keep = () if problem.limit is None else {v for use in problem.usages for v in use.nodes}
     order = elimination_order(sizes, problem.edges, degree=2, keep=keep)
     result = eliminate(problem.costs, problem.edges, order, made=made)
@@ -384,14 +384,14 @@ def reduced(problem: Problem, *, made: Tables | None = None, compare: bool = Tru
     lifts: list[RestrictedProblem | Core] = []
     constant = 0.0
     while True:
-        before = sum(len(own) for own in problem.costs)
+        before = sum(len(node_costs) for node_costs in problem.costs)
         # an eliminated node may make its neighbours forbid more pairs: hence `consistent` once more
         for step in (consistent, lambda now: core(now, made=made), consistent, undominated)[: 4 if compare else 3]:
             found = step(problem)
             lifts.append(found)
             problem = found.problem
             constant += getattr(found, "constant", 0.0)
-        if not compare or not problem.costs or sum(len(own) for own in problem.costs) > 0.9 * before:
+        if not compare or not problem.costs or sum(len(node_costs) for node_costs in problem.costs) > 0.9 * before:
             return ReducedProblem(problem, constant, tuple(lifts))
 
 
@@ -404,13 +404,13 @@ def _allowed(problem: Problem, nodes: Sequence[int]) -> bool:
     """True where these nodes alone have states that allow one another, or where that is not known."""
     number = {v: n for n, v in enumerate(nodes)}
     edges = {(number[i], number[j]): table for (i, j), table in problem.edges.items() if i in number and j in number}
-    own = Problem(tuple(problem.costs[v] for v in nodes), edges)
-    alive = arcs(own)
+    part = Problem(tuple(problem.costs[v] for v in nodes), edges)
+    alive = arcs(part)
     if isinstance(alive, Wiped):
         return False
-    own = restrict(own, alive).problem
-    order = elimination_order([len(cost) for cost in own.costs], own.edges)
-    return bool(order.remaining) or bool(np.isfinite(eliminate(own.costs, own.edges, order).constant))
+    part = restrict(part, alive).problem
+    order = elimination_order([len(cost) for cost in part.costs], part.edges)
+    return bool(order.remaining) or bool(np.isfinite(eliminate(part.costs, part.edges, order).constant))
 
 
 def _needed(problem: Problem, required: list[int], changed: bool, nodes: list[int]) -> list[int]:
@@ -500,7 +500,7 @@ def candidates(problem: Problem, allowed: Mapping[tuple[int, int], float], degre
     Returns:
         Node -> the node to merge it into; no node takes part twice.
     """
-    sizes = [len(own) for own in problem.costs]
+    sizes = [len(node_costs) for node_costs in problem.costs]
     near: list[set[int]] = [set() for _ in sizes]
     for i, j in problem.edges:
         near[i].add(j)
@@ -537,10 +537,10 @@ def merged(problem: Problem, into: Mapping[int, int]) -> Merged:
         both = once("pairs", (table,), lambda: np.nonzero(np.isfinite(table)))
         index[pair[0]], index[pair[1]] = both
         target[a] = b
-        own = problem.costs[a], problem.costs[b]
+        pair_costs = problem.costs[a], problem.costs[b]
         costs[b] = once(
             "costs",
-            (table, *own),
+            (table, *pair_costs),
             lambda: table[both] + problem.costs[pair[0]][both[0]] + problem.costs[pair[1]][both[1]],
         )
         costs[a] = np.zeros(1)

@@ -119,7 +119,7 @@ def least_memory(problem: Problem) -> LeastMemory:
     low = float(rows.least().max(initial=0.0))
     pricing = Pricing.of(bound, rows)
     if pricing is None or pricing.work > MOST_WORK:
-        alive = [np.zeros(len(own), bool) for own in bound.costs]
+        alive = [np.zeros(len(node_costs), bool) for node_costs in bound.costs]
         found = swept_leanest(bound, replace(rows, limit=0.0), alive, low)
     else:
         found = leanest_by_prices(bound, rows, pricing, low)
@@ -309,7 +309,7 @@ def _leanest(problem: Problem, error: InfeasibleMemoryError, bound: float | None
         raise error
     cost = problem.cost(error.states)
     if bound is None:
-        bound = sum(float(own.min()) for own in problem.costs) + sum(
+        bound = sum(float(node_costs.min()) for node_costs in problem.costs) + sum(
             float(table.min()) for table in problem.edges.values()
         )
     return Solution(error.states, cost, min(cost, bound), ("the plan of the least memory known",))
@@ -346,7 +346,7 @@ class _Best:
 
     def lately(self, many: int) -> list[np.ndarray]:
         """The states (bool, by node) of the best assignment and of the last `many` ones."""
-        alive = [np.zeros(len(own), bool) for own in self.problem.costs]
+        alive = [np.zeros(len(node_costs), bool) for node_costs in self.problem.costs]
         for states in (*self.taken[-many:], *((self.states,) if self.states is not None else ())):
             for mark, state in zip(alive, states):
                 mark[state] = True
@@ -609,7 +609,9 @@ def marginals(problem: Problem, node: int, *, sweeps: int = 30) -> Marginals:
     """
     restricted = consistent(problem)
     costs = np.full(len(problem.costs[node]), np.inf)
-    order = elimination_order([len(own) for own in restricted.problem.costs], restricted.problem.edges, keep=(node,))
+    order = elimination_order(
+        [len(node_costs) for node_costs in restricted.problem.costs], restricted.problem.edges, keep=(node,)
+    )
     if order.remaining == (node,):
         result = eliminate(restricted.problem.costs, restricted.problem.edges, order)
         costs[restricted.state_numbers[node]] = result.tables[node,] + result.constant

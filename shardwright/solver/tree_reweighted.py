@@ -99,7 +99,7 @@ class Messages:
     ) -> None:
         self.problem, self.best, self.bound, self.dtype = problem, best, -np.inf, dtype
         self.order = list(range(len(problem.costs))) if order is None else list(order)
-        self.alive = [np.ones(len(own), bool) for own in problem.costs]
+        self.alive = [np.ones(len(node_costs), bool) for node_costs in problem.costs]
         self.states = np.zeros(len(problem.costs), np.int64)
         self._retained = [0.0] * len(problem.costs)  # min r_v of the last sweep over v, and the amounts since
         self._swept = 0
@@ -178,15 +178,15 @@ class Messages:
         for v in self.order if to else reversed(self.order):
             two = sides[v]
             behind_side, ahead_side = two[1 - to], two[to]
-            own = self.problem.costs[v]
+            node_costs = self.problem.costs[v]
             coming = ahead_side.incoming.sum(axis=0)
-            theta = own + behind_side.incoming.sum(axis=0)
+            theta = node_costs + behind_side.incoming.sum(axis=0)
             theta += coming
             ahead -= retained[v]
             if fixing:
                 self.alive[v] &= ~(theta > worst - behind - ahead)
             if to:
-                choice = own + coming
+                choice = node_costs + coming
                 if len(behind_side.nodes):
                     taken = behind_side.tables[:, behind_side.starts + states[behind_side.nodes]]
                     before = taken.sum(axis=1)
@@ -222,8 +222,8 @@ class Messages:
         """Lower bounds on every assignment with a state of the order's first node, by that state; after a whole
         sweep."""
         first = self.order[0]
-        own = self.problem.costs[first] + sum(side.incoming.sum(axis=0) for side in self._sides[first])
-        return own + (sum(self._retained) - self._retained[first])
+        node_costs = self.problem.costs[first] + sum(side.incoming.sum(axis=0) for side in self._sides[first])
+        return node_costs + (sum(self._retained) - self._retained[first])
 
     def thetas(self) -> list[np.ndarray]:
         """By node, its costs and all its incoming messages: the relative costs of its states."""
@@ -325,7 +325,7 @@ class Sweeps:
 
     def __init__(self, problem: Problem, best: float = np.inf) -> None:
         self.best, self.bound = best, -np.inf
-        sizes = np.array([len(own) for own in problem.costs], np.int64)
+        sizes = np.array([len(node_costs) for node_costs in problem.costs], np.int64)
         colour = colours(len(sizes), list(problem.edges))
         self._nodes = [np.flatnonzero(colour == c) for c in range(colour.max(initial=-1) + 1)]
         self._starts = [np.cumsum(sizes[mine]) - sizes[mine] for mine in self._nodes]
@@ -376,15 +376,15 @@ class Sweeps:
 
     def load(self, problem: Problem) -> None:
         """Take other costs of the same nodes and edges; the messages stay."""
-        self._own = [np.concatenate([problem.costs[v] for v in mine]) for mine in self._nodes]
+        self._node_costs = [np.concatenate([problem.costs[v] for v in mine]) for mine in self._nodes]
         for group in self._groups:
             tables = np.array([problem.edges[pair] for pair in group.pairs])
             np.copyto(group.tables, tables.transpose((2, 1, 0) if group.turned else (1, 2, 0)))
         self.bound, self._swept = -np.inf, 0
-        self.alive = [np.ones(len(own), bool) for own in self.alive]
+        self.alive = [np.ones(len(allowed), bool) for allowed in self.alive]
         finite = (
             np.abs(array[np.isfinite(array)]).max(initial=0.0)
-            for array in (*self._own, *(group.tables for group in self._groups))
+            for array in (*self._node_costs, *(group.tables for group in self._groups))
         )
         self._slack = UNIT * float(max(finite, default=0.0))
 
@@ -415,7 +415,7 @@ class Sweeps:
 
     def _theta(self, c: int) -> np.ndarray:
         """A colour's costs and all messages to its nodes."""
-        theta = self._own[c].copy()
+        theta = self._node_costs[c].copy()
         for side, messages in zip(self._sides[c], self._messages):
             theta += np.bincount(side.at, messages[side.begin : side.end], len(theta))
         return theta
@@ -453,7 +453,9 @@ class Sweeps:
         out = np.zeros(len(self.alive), np.int64)
         for c, mine in enumerate(self._nodes):
             above = self._sides[c][1]
-            choice = self._own[c] + np.bincount(above.at, self._messages[1][above.begin : above.end], len(self._own[c]))
+            choice = self._node_costs[c] + np.bincount(
+                above.at, self._messages[1][above.begin : above.end], len(self._node_costs[c])
+            )
             forbidden = np.zeros(len(choice))
             for group in self._sources[c][0]:
                 taken = group.tables[out[group.ends[0]], :, np.arange(len(group.pairs))].T.ravel()
@@ -477,5 +479,5 @@ def _least(tables: np.ndarray, costs: np.ndarray, out: np.ndarray) -> None:
         return
     np.add(tables[0], costs[0], out=out)
     some = np.empty(out.shape)
-    for table, own in zip(tables[1:], costs[1:]):
-        np.minimum(out, np.add(table, own, out=some), out=out)
+    for table, node_costs in zip(tables[1:], costs[1:]):
+        np.minimum(out, np.add(table, node_costs, out=some), out=out)

@@ -73,7 +73,7 @@ def without_cudnn(device_types: Collection[str]) -> Iterator[None]:
         write(True)
 
 
-def register_node(*args: Any, **kwargs: Any) -> None:
+def register_node(*args: object, **kwargs: object) -> None:
     """Call `torch.utils._pytree.register_pytree_node`; do nothing where torch has no pytrees: captures report that."""
     if not isinstance(version_lookup.name_of_torch("pytree"), version_lookup.Missing):
         version_lookup.name_of_torch("pytree").register_pytree_node(*args, **kwargs)
@@ -146,7 +146,7 @@ def code_written_late() -> Iterator[None]:
         if type(getattr(module.graph, "_codegen", None)) is not torch.fx.CodeGen:
             return plain(module)
 
-        def forward(self: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        def forward(self: torch.fx.GraphModule, *args: object, **kwargs: object) -> Any:
             plain(self)
             return type(self).forward(self, *args, **kwargs)
 
@@ -193,7 +193,7 @@ def called_above_autograd(handle: Callable[..., Any]) -> Iterator[Callable[[], c
         (stack := contextlib.ExitStack()).callback(put, mode)
         return stack
 
-    def at_once(top: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    def at_once(top: Any, func: Any, *args: object, **kwargs: object) -> Any:
         if top is not mode:
             return plain(top, func, *args, **kwargs)  # type: ignore[misc]
         # Later calls of the operator find `handle`: torch takes its mode away, and puts it back, at each call.
@@ -217,7 +217,7 @@ def called_above_autograd(handle: Callable[..., Any]) -> Iterator[Callable[[], c
 def _out_of_sight(handle: Callable[..., object]) -> Callable[..., Any]:
     """A function that calls `handle` with Python's tracing off."""
 
-    def call(func: object, args: Any, kwargs: Any) -> Any:
+    def call(func: object, args: object, kwargs: object) -> Any:
         traced = sys.gettrace()
         if traced is None:
             return handle(func, args, kwargs)
@@ -233,19 +233,19 @@ def _out_of_sight(handle: Callable[..., object]) -> Callable[..., Any]:
 @functools.cache
 def _watching() -> type:
     """The class of modes of `called_above_autograd`. Above autograd torch takes its own modes and their subclasses."""
-    own: Any = version_lookup.required(
+    base: Any = version_lookup.required(
         "torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode", "a captured model at other sizes"
     )
     plain: Any = version_lookup.name_of_torch("TorchDispatchMode")
 
-    class Watching(own):
+    class Watching(base):
         __enter__, __exit__ = plain.__enter__, plain.__exit__
 
         def __init__(self, handle: Callable[..., object]) -> None:
             plain.__init__(self, torch._C.DispatchKey.PreDispatch)
             self._mode_key, self._handle = torch._C._TorchDispatchModeKey.PROXY, handle
 
-        def __torch_dispatch__(self, func: object, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
             return self._handle(func, args, kwargs or {})
 
     return Watching
@@ -266,7 +266,7 @@ def recurrent_states() -> Iterator[None]:
     """
     theirs: Any = getattr(version_lookup.lookup("torch._decomp.decompositions"), "one_layer_lstm", None)
 
-    def one_layer(*args: Any, **kwargs: Any) -> object:
+    def one_layer(*args: object, **kwargs: object) -> object:
         out, states = theirs(*args, **kwargs)
         return out, tuple(x.squeeze(0) if x.dim() == 3 else x for x in states)
 

@@ -44,7 +44,7 @@ def schema_of(target: Any) -> Any:
         return None
 
 
-def overload_name(target: Any) -> str:
+def overload_name(target: object) -> str:
     """``"Tensor"`` for ``aten.add.Tensor``; empty for anything but an overload."""
     name = getattr(target, "_overloadname", None)
     if name is None and isinstance(target, OpOverload):

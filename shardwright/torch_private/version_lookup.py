@@ -68,7 +68,7 @@ class Missing(type):
     path: str
     feature: str
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, *args: object, **kwargs: object) -> Any:
         raise missing_error(cls.path, cls.feature)
 
     def __getattr__(cls, name: str) -> Any:

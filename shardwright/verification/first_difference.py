@@ -9,6 +9,9 @@
     total     = Σ over micro-batches k of the counts of k           further inputs of the graph
     gradient  = 1 / m of a loss that is a mean over micro-batches, else 1, given to each of the m micro-batches
     parameter : Σ_k of its gradients
+
+Example: a rule that leaves out the sum over a cut contraction. The inputs of the matmul agree and its result differs,
+so the matmul is named; all operators after it differ too.
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@
 
 A float64 value that was computed through a float32 operator is a float32 number: two runs that add in another order
 differ by float32's rounding. Integers and booleans carry no rounding.
+
+Example: y = (x.float() @ w).double() with x in float64 and w in float32: y has the precision of float32, and so has
+everything computed from y.
 """
 
 from __future__ import annotations
@@ -110,8 +113,8 @@ class Allowed:
 
     def tolerance(self, precision: Precision | None) -> float:
         """The largest difference allowed of a value of this precision, at least that of the run's own dtype."""
-        own = self._of(self.dtype)
-        return own if precision is None else max(own, self._of(precision.dtype))
+        rounding = self._of(self.dtype)
+        return rounding if precision is None else max(rounding, self._of(precision.dtype))
 
     def _of(self, dtype: torch.dtype) -> float:
         return self.tolerances.get(dtype, torch.finfo(dtype).eps ** 0.5)
@@ -162,13 +165,13 @@ def _narrowed(graph: Graph) -> Iterator[tuple[Value, Precision | None]]:
 def _forward(graph: Graph, state: Mapping[str, Precision | None]) -> dict[str, Precision | None]:
     values = {v.name: _of(v.dtype) for v in graph.inputs} | {name: _of(t.dtype) for name, t in graph.constants.items()}
     values |= {v.name: state[name] for name, v in (*graph.parameters.items(), *graph.buffers.items())}
-    values |= {v.name: coarsest((values[v.name], own)) for v, own in _narrowed(graph)}
+    values |= {v.name: coarsest((values[v.name], rounding)) for v, rounding in _narrowed(graph)}
     for op in graph.ops:
         arrived = coarsest(values.get(v.name) for v in op.inputs)
         for value in op.outputs:
             if value is not None:
-                own = _of(value.dtype, op)
-                values[value.name] = None if own is None else coarsest((arrived, own))
+                rounding = _of(value.dtype, op)
+                values[value.name] = None if rounding is None else coarsest((arrived, rounding))
     return values
 
 

@@ -109,7 +109,7 @@ def test_no_more_is_sent_than_neighbours_need(parts: tuple[int, ...], extent: in
 def test_an_example_by_hand() -> None:
     """A kernel of 7 with stride 2 over 16 rows in 4 parts: 3 rows from above, 2 from below; 16 columns in 2 parts."""
     layout, halos = grid(Window(8, 16, 2, 3, 7), Window(16, 16, 1, 1, 3), parts=(4, 2))
-    assert [(h.begins(1), h.length, h.own) for h in halos] == [(1, 9, 4), (7, 10, 8)]
+    assert [(h.begins(1), h.length, h.part_size) for h in halos] == [(1, 9, 4), (7, 10, 8)]
     found = halo_exchange(layout, halos)
     assert [str(s.kind) for s in found.steps] == ["halo_exchange"] * 2
     assert found.local_shapes((4, 8)) == ((4, 8), (9, 8), (9, 10))

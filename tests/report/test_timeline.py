@@ -11,15 +11,15 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from test_schedule_simulation import Network, planned
 from test_schedules import valid
-from test_simulate import Network, planned
 from torch import nn
 
 import shardwright as sw
 from shardwright.cli.main import main
 from shardwright.pipeline.pipeline_plan import Moment, timeline_of
+from shardwright.pipeline.schedule_simulation import Simulation, simulate
 from shardwright.pipeline.schedules import Schedule, schedule
-from shardwright.pipeline.simulate import Simulation, simulate
 from shardwright.report.format import time_text
 from shardwright.report.operator_names import OperatorNames
 from shardwright.report.timeline import FONT, KINDS, SMALL, WIDE, headline, picture, trace

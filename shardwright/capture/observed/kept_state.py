@@ -157,7 +157,7 @@ class KeptState:
         self._replaced: dict[GuardedPlace, object] = {}  # a place -> its number, while a counter replaces it
         self._stood_for: list[tuple[GuardedPlace, object]] = []  # places of stand-ins -> the objects behind them
         self._present: list[object] = []  # the values of `_places`, while a further run keeps them
-        self._own: set[tuple[int, object]] = set()  # attributes that torch's layers assign to themselves
+        self._assigned_by_layers: set[tuple[int, object]] = set()  # attributes that torch's layers assign to themselves
 
     def keep_space(self, attributes: dict[str, object], path: str, module: nn.Module | None = None) -> bool:
         """Keep a dict of attributes, and the tables of its module; False where it is kept already."""
@@ -308,7 +308,7 @@ class KeptState:
         for snapshot in self._spaces.values():
             if not same_content(snapshot.owner, snapshot.begun):
                 for change in _of_dict(snapshot, "{0}.{1}"):
-                    if change.place.identity not in self._own:
+                    if change.place.identity not in self._assigned_by_layers:
                         yield change
         for place, old in self._places.values():
             new = untraced_function(place.get())

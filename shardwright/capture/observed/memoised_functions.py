@@ -167,7 +167,7 @@ def _places(modules: list[tuple[str, nn.Module]], functions: Sequence[object]) -
     places = [*library.places]
     closures: list[types.FunctionType] = []
     for cls in classes:
-        if cls not in library.own:
+        if cls not in library.defined:
             of_class, further = _read_class(cls)
             places += of_class
             closures += further
@@ -227,7 +227,7 @@ class _File(NamedTuple):
     Args:
         entries: those of the file and of its classes.
         places: those of functions that cache their results.
-        own: the classes of the file.
+        defined: the classes of the file.
         classes: further classes of users in the file, as the keys of a dict.
         imported: the names of the users' files that the file's values come from.
         closures: the functions of its classes that have closures.
@@ -235,7 +235,7 @@ class _File(NamedTuple):
 
     entries: _Entries
     places: tuple[GuardedPlace, ...]
-    own: tuple[type, ...]
+    defined: tuple[type, ...]
     classes: dict[type, None]
     imported: tuple[str, ...]
     closures: tuple[types.FunctionType, ...]
@@ -290,15 +290,20 @@ def _read_file(file: types.ModuleType) -> _File:
         if issubclass(kind, type):
             classes.setdefault(value)
         imported.setdefault(module.__name__)
-    own = tuple([cls for cls in classes if cls.__module__ == file.__name__ and file_names.get(cls.__name__) is cls])
+    defined = tuple([cls for cls in classes if cls.__module__ == file.__name__ and file_names.get(cls.__name__) is cls])
     closures: list[types.FunctionType] = []
-    for cls in own:
+    for cls in defined:
         del classes[cls]
         further, functions = _read_class(cls)
         places += further
         closures += functions
     return _File(
-        _Entries.read((file_names, *map(vars, own))), tuple(places), own, classes, tuple(imported), tuple(closures)
+        _Entries.read((file_names, *map(vars, defined))),
+        tuple(places),
+        defined,
+        classes,
+        tuple(imported),
+        tuple(closures),
     )
 
 
@@ -310,7 +315,7 @@ class _Library(NamedTuple):
         entries: the entries of the files and of their classes.
         places: the places of functions that cache their results.
         cells: variables of closures with their values; those in `empty` have none.
-        own: the classes of the files.
+        defined: the classes of the files.
         classes: further classes of users in the files, as the keys of a dict.
     """
 
@@ -320,7 +325,7 @@ class _Library(NamedTuple):
     cells: list[types.CellType]
     contents: list[object]
     empty: list[types.CellType]
-    own: frozenset[type]
+    defined: frozenset[type]
     classes: dict[type, None]
 
     @property
@@ -367,7 +372,7 @@ def _read_library(files: list[types.ModuleType]) -> _Library:
     waiting = list(files)
     entries: dict[str, dict[str, object] | None] = {file.__name__: vars(file) for file in files}
     mappings: list[Mapping[str, object]] = []
-    own: set[type] = set()
+    defined: set[type] = set()
     classes: dict[type, None] = {}
     places: list[GuardedPlace] = []
     closures: list[types.FunctionType] = []
@@ -376,7 +381,7 @@ def _read_library(files: list[types.ModuleType]) -> _Library:
         mappings += found.entries.mappings
         places += found.places
         closures += found.closures
-        own.update(found.own)
+        defined.update(found.defined)
         classes.update(found.classes)
         for name in found.imported:
             if name not in entries:
@@ -392,7 +397,7 @@ def _read_library(files: list[types.ModuleType]) -> _Library:
         filled,
         list(map(_contents, filled)),
         [cell for cell in cells if cell == _EMPTY],
-        frozenset(own),
+        frozenset(defined),
         classes,
     )
 

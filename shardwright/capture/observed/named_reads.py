@@ -99,7 +99,7 @@ class NamedReads(KeptState):
         self._stand_ins: StandIns
         #: Names of a file -> those of stand-ins of builtin functions among them.
         self._inserted: IdentityMap[dict[str, object], list[str]] = IdentityMap()
-        # What has decided which objects are in reach, besides the kept state: see `found_alike`.
+        # False once something besides the kept state has decided which objects are in reach: see `found_alike`.
         self.repeatable = True
         # Places that are read and not recorded.
         self._passed: dict[tuple[int, object], tuple[GuardedPlace, object]] = {}

@@ -329,7 +329,7 @@ def _filled(
     one = not at.rows and not on_host
     offsets: Any = at.offsets() if on_host else None if one else at.offsets_on(device)
 
-    def words(where: Any, count: int) -> Tensor:
+    def drawn(where: Any, count: int) -> Tensor:
         return host_words(start, step, where, count) if on_host else device_words(start, step, where, count, device)
 
     flat = out.view(rows, run)
@@ -339,17 +339,17 @@ def _filled(
             starts: Any = (at.first if one else offsets[r : r + many]) + c
             width = into.shape[1]
             if not halves:
-                made = words(starts, width)
+                made = drawn(starts, width)
             elif at.aligned:
                 begin = (at.first + c) % 2
-                made = words(starts // 2, (begin + width + 1) // 2).view(torch.int32)
+                made = drawn(starts // 2, (begin + width + 1) // 2).view(torch.int32)
                 if begin or made.shape[1] != width:
                     made = made[:, begin : begin + width]
             else:  # rows begin in different halves of a word
                 numbers = torch.arange(width, device=device)
                 position = (torch.from_numpy(starts) if on_host else starts)[:, None] + numbers
                 whole = (position // 2).ravel()
-                made = words(whole.numpy() if on_host else whole, 1).view(torch.int32)
+                made = drawn(whole.numpy() if on_host else whole, 1).view(torch.int32)
                 made = made.gather(1, (position % 2).view(-1, 1)).view(position.shape)
             put(made, into)
     return out

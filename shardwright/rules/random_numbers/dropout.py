@@ -56,7 +56,7 @@ class _Masked(torch.autograd.Function):
         return y, mask
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor, _: object) -> tuple[Tensor, None, None, None]:
         (mask,) = ctx.saved_tensors
         if torch.is_grad_enabled():  # for a further derivative
             return gradient * mask * ctx.scale, None, None, None

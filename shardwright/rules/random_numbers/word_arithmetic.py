@@ -29,7 +29,7 @@ from torch import Tensor
 
 __all__ = ["GOLDEN", "MIX13", "MIX_GAMMA", "Halves", "Rounds", "Whole", "right", "signed", "signed32"]
 
-#: Of each round of a mixing function: bits of the shift, and the factor.
+#: The rounds of a mixing function, each with the bits of its shift and its factor.
 Rounds: TypeAlias = Sequence[tuple[int, int | None]]
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -68,7 +68,7 @@ class Whole:
 
     __slots__ = ("x",)
 
-    #: Of numbers of rows and of positions.
+    #: The dtype of numbers of rows and of positions.
     integers = torch.int64
 
     def __init__(self, x: Tensor) -> None:
@@ -168,7 +168,7 @@ class Halves:
 
     __slots__ = ("lower", "upper")
 
-    #: Of numbers of rows.
+    #: The dtype of numbers of rows.
     integers = torch.int32
 
     def __init__(self, upper: Tensor, lower: Tensor) -> None:

@@ -13,6 +13,7 @@ Example: a parameter of 5 rows on 4 ranks has padded slices of 2 rows; the ranks
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ SUBCLASSES_HAVE_VIEWS = tuple(int(part) for part in torch.__version__.split(".")
 ELSEWHERE = ("elsewhere",)
 
 
-def _whole_number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _whole_number(operator: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """The number of a tensor of one element, in whole: torch's own would be that of this rank's slice."""
     number = args[0]
     if isinstance(number, DTensor) and not all(isinstance(p, Replicate) for p in number.placements):
@@ -113,12 +114,12 @@ def to_dtensor(local: Tensor, layout: Layout, shape: tuple[int, ...], groups: Pr
     for digit, _ in digits:  # mesh[c0, c1, …] = Σ c_i · stride_i: digits of one dim keep their order
         ranks = ranks.unsqueeze(-1) + torch.arange(digit.size, dtype=torch.int, device="cpu") * digit.stride
     names = tuple(f"{digit}{later}" for digit, _ in digits)
-    own = [groups.of((digit,)) for digit, _ in digits]
+    process_groups = [groups.of((digit,)) for digit, _ in digits]
     kind = local.device.type
     mesh = (
-        DeviceMesh.from_group(own[0], kind, mesh_dim_names=names)
-        if len(own) == 1
-        else DeviceMesh.from_group(own, kind, mesh=ranks, mesh_dim_names=names)
+        DeviceMesh.from_group(process_groups[0], kind, mesh_dim_names=names)
+        if len(process_groups) == 1
+        else DeviceMesh.from_group(process_groups, kind, mesh=ranks, mesh_dim_names=names)
     )
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(

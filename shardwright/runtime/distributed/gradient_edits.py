@@ -211,25 +211,25 @@ def put(gradient: DTensor, index: Any, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def drawing(device: torch.device, options: Mapping[str, Any]) -> Iterator[None]:
+def drawing(device: torch.device, options: Mapping[str, object]) -> Iterator[None]:
     """While active, torch's generator of the device is that of rank 0; a generator of the user's stays as it is. Ranks
     whose generators were like rank 0's go on like it, others with their own."""
     if options.get("generator") is not None:
         yield
         return
-    own = random_state(device)
-    sent = own.to(device, copy=True)
+    state_before = random_state(device)
+    sent = state_before.to(device, copy=True)
     with waiting(_DRAWING):
         dist.broadcast(sent, 0)
-    of_first = sent.to(own.device)
-    alike = torch.equal(own, of_first)
+    of_first = sent.to(state_before.device)
+    alike = torch.equal(state_before, of_first)
     if not alike:
         set_random_state(device, of_first)
     try:
         yield
     finally:
         if not alike:
-            set_random_state(device, own)
+            set_random_state(device, state_before)
 
 
 def drawn_like(function: Callable[..., Tensor], gradient: DTensor, options: Mapping[str, object]) -> Tensor:

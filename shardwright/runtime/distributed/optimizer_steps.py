@@ -32,7 +32,7 @@ from ...errors import SettingError
 from ...torch_private import DisableTorchFunctionSubclass, dtensor_handlers, local_tensor, operators, spec_of
 from .dtensors import gathered_as, padded_slice
 from .gradient_edits import part_of
-from .gradients import Gradient, is_of_stage
+from .gradient_tensors import Gradient, is_of_stage
 
 __all__ = ["stand_in"]
 
@@ -52,8 +52,12 @@ class _Matrix(Gradient):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         narrowed = function is Tensor.to and torch.bfloat16 in (*args[1:], *(kwargs or {}).values())
         if narrowed or function is Tensor.bfloat16:
             whole = gathered_as(args[0], padded_slice(args[0], local_tensor(args[0])))
@@ -122,7 +126,7 @@ def _fits(parameter: Tensor, value: object) -> bool:
     return not value.dim() or value.shape == local_tensor(parameter).shape
 
 
-def _slice(x: Any, like: Any) -> Any:
+def _slice(x: object, like: Any) -> object:
     """The memory of a DTensor on this rank as a plain tensor; a plain gradient's part that belongs to `like`."""
     if isinstance(x, DTensor):
         if like is not None and spec_of(x) is not spec_of(like) and x.dim() and x.placements != like.placements:
@@ -133,7 +137,7 @@ def _slice(x: Any, like: Any) -> Any:
     return x
 
 
-def _as(kind: type[Gradient], x: object, like: object = None) -> Any:
+def _as(kind: type[Gradient], x: object, like: object = None) -> object:
     """A DTensor of another kind on the same memory; anything else as it is."""
     return kind(local_tensor(x), spec_of(x), requires_grad=False) if isinstance(x, DTensor) else x
 
@@ -141,17 +145,17 @@ def _as(kind: type[Gradient], x: object, like: object = None) -> Any:
 class _State(dict[str, object]):
     """One parameter's state as plain tensors; what the step writes goes into the optimizer's own state too."""
 
-    def __init__(self, state: Any, parameter: Tensor, seen: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, state: Any, parameter: Tensor, seen: Callable[[object, object], object]) -> None:
         super().__init__({name: seen(value, None) for name, value in state.get(parameter, {}).items()})
-        self._own, self._parameter, self._seen = state, parameter, seen
+        self._stored, self._parameter, self._seen = state, parameter, seen
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         known = name in self and self[name] is value
         super().__setitem__(name, value)
         if not known:
-            self._own[self._parameter][name] = self._as_stored(name, value)
+            self._stored[self._parameter][name] = self._as_stored(name, value)
 
-    def setdefault(self, name: str, default: object = None) -> Any:
+    def setdefault(self, name: str, default: object = None) -> object:
         if name not in self:
             self[name] = default
         return self[name]
@@ -169,14 +173,14 @@ class _State(dict[str, object]):
 class _StandIn:
     """Mixed into an optimizer's class: reads another optimizer's parameters, gradients and state."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, seen: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, seen: Callable[[Any, object], Any]) -> None:
         vars(self).update({k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state", "_params")})
         self._seen, self._optimizer = seen, optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._slices: dict[Tensor, Tensor] = {
             p: seen(p, None).detach() if isinstance(p, DTensor) else p for p in parameters
         }
-        self.state: Mapping[Tensor, Any] = {x: _State(optimizer.state, p, seen) for p, x in self._slices.items()}
+        self.state: Mapping[Tensor, object] = {x: _State(optimizer.state, p, seen) for p, x in self._slices.items()}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -202,10 +206,10 @@ def _mixed(optimizer: type) -> type:
     return type(optimizer.__name__, (_StandIn, optimizer), {})
 
 
-_kind: Callable[[type], Any] = functools.cache(_mixed)
+_kind: Callable[[type], type] = functools.cache(_mixed)
 
 
-def _average(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _average(operator: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
     """Move each tensor of a list towards that of another list, in place; the operator is called on slices."""
     averages, values, *weight = args
     operator([_slice(x, None) for x in averages], [_slice(x, y) for x, y in zip(values, averages)], *weight, **kwargs)

@@ -177,7 +177,7 @@ class _Exchange:
         for each in self._references(value):
             self.within(each, depth + 1)
 
-    def _references(self, value: Any) -> Iterator[object]:
+    def _references(self, value: object) -> Iterator[object]:
         """The objects that an object refers to; old ones among the references are exchanged on the way."""
         if isinstance(value, functools.partial):
             func, args, kwargs = value.func, value.args, value.keywords
@@ -249,19 +249,19 @@ def in_step_or_hook() -> bool:
     """True inside of an optimizer's step, or of a hook of a parameter: in a pipeline the ranks of another stage are not
     in it at the same time. A closure that a step calls is run by all ranks together."""
     frame: types.FrameType | None = sys._getframe(1)
-    inner: set[types.CodeType] = set()
+    called_codes: set[types.CodeType] = set()
     while frame is not None:
         code = frame.f_code
         if code is call_after.__code__ or code is called_before.__code__:
             return True
         if code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
-            return _code_of(frame.f_locals.get("closure")) not in inner
-        inner.add(code)
+            return _code_of(frame.f_locals.get("closure")) not in called_codes
+        called_codes.add(code)
         frame = frame.f_back
     return False
 
 
-def _code_of(function: Any) -> types.CodeType | None:
+def _code_of(function: object) -> types.CodeType | None:
     """The code of a function that may be bound, decorated, partial or an object."""
     while True:
         if isinstance(function, functools.partial):

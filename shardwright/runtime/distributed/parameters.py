@@ -2,13 +2,13 @@
 
 Optimizers, ``clip_grad_norm_`` and checkpoints see a DTensor whose local tensor is this rank's slice. Each program
 computes on plain leaves that share the DTensor's storage, since dispatching on a DTensor costs ten times as much.
-`buckets` brings the leaves' gradients back to the parameters; `dtensors` has the functions of a single tensor.
+`gradient_sums` brings the leaves' gradients back to the parameters; `dtensors` has the functions of a single tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,8 @@ from ...partition.padded_dims import true_slice
 from ..deferred_init import materialize, substitute
 from ..optimizer_guard import step_through
 from ..replaced_parameters import replace_noted, stand_for_successor
-from .buckets import GradientSums
 from .dtensors import ELSEWHERE, SUBCLASSES_HAVE_VIEWS, layout_of, slice_in_buffer, to_dtensor
+from .gradient_sums import GradientSums
 from .optimizer_steps import stand_in
 from .parameter_hooks import carry_over, leaf_of_slice
 from .process_groups import ProcessGroups, group_of_ranks
@@ -89,7 +89,7 @@ class ShardedState:
         self,
         places: Callable[[str, Tensor], ParameterPlacement | None],
         holder: nn.Module,
-        groups: Any,
+        groups: ProcessGroups,
         device: torch.device,
         broadcast: bool = False,
     ) -> None:
@@ -183,5 +183,7 @@ class ShardedState:
                     f"the parameter {name!r} is another one than at the first call",
                     legal="changes of its values, or a new AutoParallel of the changed model",
                 )
-        own = {name: leaf_of_slice(parameter) for name, parameter in parameters.items() if is_own(parameter)}
-        return sums.leaves({name: parameter for name, parameter in parameters.items() if name not in own}) | own
+        per_rank = {name: leaf_of_slice(parameter) for name, parameter in parameters.items() if is_own(parameter)}
+        return (
+            sums.leaves({name: parameter for name, parameter in parameters.items() if name not in per_rank}) | per_rank
+        )

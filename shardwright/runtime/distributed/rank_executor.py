@@ -33,8 +33,8 @@ from ..profile_ranges import bucket_text, named_module, profiling
 from ..redistribution_functions import ExtremeFunction, RedistributionFunction, Steps, redistributed, run_steps
 from ..saved_tensors import LoweredRegions, RegatheredWeights, RegionRun, Saver, keep
 from ..second_derivatives import refuse_graph_of_compiled
-from .buckets import Scatter
 from .collectives import Bound, all_reduce, arrangements, bind_all
+from .gradient_sums import Scatter
 from .process_groups import ProcessGroups
 from .rank_positions import WaitPoint, noted
 from .scheduled_collectives import (

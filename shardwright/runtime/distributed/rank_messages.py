@@ -19,7 +19,7 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ... import errors
 from ...errors import CheckpointError, ShardwrightError
+from ...json_files.json_reader import JsonObject
 from ...json_files.json_values import dumps, loads
 from ...process_runtime import current
 from ...redistribution.collective_kinds import CollectiveKind
@@ -42,10 +43,14 @@ _TIMEOUT = timedelta(minutes=60)
 _ROW, _LENGTH = 256 << 10, 8
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
 # -- any process group
 
 
-def exchanged(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def exchanged(mine: object, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The messages of all ranks of a group, by rank; None: of the default group. Every rank calls this.
 
     Args:
@@ -54,7 +59,7 @@ def exchanged(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return [loads(text) for text in _gathered(dumps(mine), group)]
 
 
-def from_first(mine: Any, group: dist.ProcessGroup | None = None) -> Any:
+def from_first(mine: object, group: dist.ProcessGroup | None = None) -> Any:
     """The message of rank 0 of a group, on every rank. Every rank calls this; messages of other ranks are not sent."""
     text = dumps(mine) if dist.get_rank(group) == 0 else b""
     device = _device_of(group)
@@ -91,11 +96,11 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
 # -- errors
 
 
-def error_as_json(error: Exception) -> dict[str, Any]:
+def error_as_json(error: Exception) -> JsonObject:
     """An error as values that `json_values` takes. An error of a class that users do not know is one of its base."""
     kinds = [kind.__name__ for kind in type(error).__mro__]
     known = next((kind for kind in kinds if kind in errors.__all__), kinds[0])
-    encoded: dict[str, Any] = {"kind": known, "message": str(error)}
+    encoded: JsonObject = {"kind": known, "message": str(error)}
     if isinstance(error, ShardwrightError):
         strategy = error.strategy if error.strategy is None or isinstance(error.strategy, str) else repr(error.strategy)
         encoded |= {"message": error.message, "operator": error.operator, "source": error.source, "strategy": strategy}
@@ -103,7 +108,7 @@ def error_as_json(error: Exception) -> dict[str, Any]:
     return encoded
 
 
-def error_of(encoded: dict[str, Any]) -> Exception:
+def error_of(encoded: JsonObject) -> Exception:
     """The error of `error_as_json`: of the same class where it is one of the package, or one of Python's that is made
     from a text; else a RuntimeError with its class's name and text."""
     name, message = encoded["kind"], encoded["message"]
@@ -125,15 +130,15 @@ class SingleRank:
 
     rank, world = 0, 1
 
-    def exchanged(self, mine: Any) -> list[Any]:
+    def exchanged(self, mine: object) -> list[Any]:
         """The messages of all ranks, by rank."""
         return [mine]
 
-    def gathered(self, mine: Any) -> list[Any]:
+    def gathered(self, mine: object) -> list[Any]:
         """The messages of all ranks, by rank, on rank 0; an empty list on other ranks."""
         return [mine]
 
-    def from_first(self, mine: Any) -> Any:
+    def from_first(self, mine: object) -> Any:
         """The message of rank 0."""
         return mine
 
@@ -141,7 +146,7 @@ class SingleRank:
         """True where `rank` is on another host than rank 0."""
         return False
 
-    def agreed(self, error: Exception | None, mine: Any = None) -> list[Any]:
+    def agreed(self, error: Exception | None, mine: object = None) -> list[Any]:
         """The messages of all ranks, by rank, unless one of the ranks has failed.
 
         Args:
@@ -180,14 +185,14 @@ class ProcessRanks(SingleRank):
         self._rows: tuple[HostMemory | None] | None = None
         self._hosts = self.exchanged(_host())
 
-    def exchanged(self, mine: Any) -> list[Any]:
+    def exchanged(self, mine: object) -> list[Any]:
         return [loads(text) for text in self._texts(dumps(mine))]
 
-    def gathered(self, mine: Any) -> list[Any]:
+    def gathered(self, mine: object) -> list[Any]:
         texts = self._texts(dumps(mine))
         return [loads(text) for text in texts] if self.rank == 0 else []
 
-    def from_first(self, mine: Any) -> Any:
+    def from_first(self, mine: object) -> Any:
         return loads(self._texts(dumps(mine if self.rank == 0 else None))[0])
 
     def _texts(self, mine: bytes) -> list[bytes]:
@@ -233,7 +238,7 @@ class ProcessRanks(SingleRank):
         return self._talked(memory.meet, CollectiveKind.ALL_TO_ALL, 0)
 
     @staticmethod
-    def _talked(collective: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
+    def _talked(collective: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             with torch.device("cpu"):  # Gloo allocates on the default device
                 return collective(*args, **kwargs)

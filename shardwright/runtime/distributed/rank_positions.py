@@ -56,6 +56,7 @@ import torch
 
 from ...accelerators import event, is_accelerator, is_recording_graph
 from ...errors import PACKAGE_FOLDER
+from ...json_files.json_reader import JsonObject
 
 __all__ = [
     "DeviceTimes",
@@ -432,7 +433,7 @@ def noted(steps: Sequence[Callable[[Any], Any]], place: WaitPoint) -> tuple[Call
     """The steps of a redistribution as one function, which is at `place` while it runs."""
     steps, back = tuple(steps), place.back
 
-    def run(x: Any) -> Any:  # not `waiting`, which takes longer
+    def run(x: object) -> object:  # not `waiting`, which takes longer
         position.place = place
         position.moves += 1
         if back:
@@ -509,7 +510,7 @@ class Seen:
         return asdict(self)
 
     @classmethod
-    def of(cls, encoded: dict[str, Any]) -> Seen:
+    def of(cls, encoded: JsonObject) -> Seen:
         """The position from the document."""
         return cls(**{**encoded, "ranks": tuple(encoded["ranks"])})
 

@@ -137,7 +137,7 @@ class WeightOfBlock(NamedTuple):
         return self.arranged(part.reshape(-1).view(self.dtype))
 
 
-#: What is received by a gather under way, and its work; None in a program that torch.compile traces.
+#: The tensor that a gather under way receives, and its work; None in a program that torch.compile traces.
 Begun = tuple[Tensor, Any]
 
 
@@ -554,14 +554,14 @@ class WaitedHalf(nn.Module):
 logging.getLogger(CHECKPOINT_LOGGER).addFilter(lambda record: "context_fn is passed" not in record.getMessage())
 
 
-def _recompute_all(*_: object, **__: Any) -> CheckpointPolicy:
+def _recompute_all(*_: object, **__: object) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_RECOMPUTE
 
 
 _contexts = partial(create_selective_checkpoint_contexts, _recompute_all)
 
 
-def regathered_in_backward(gather: Callable[..., Any], *stored: Tensor) -> Any:
+def regathered_in_backward(gather: Callable[..., object], *stored: Tensor) -> Any:
     """The gathered weight, or the weights of a block, which a compiled backward gathers again.
 
     All of the gather is one region: what goes from a region to another is saved.

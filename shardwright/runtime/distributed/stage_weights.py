@@ -12,7 +12,7 @@ gathered by itself in front of the first forward, and its gradient is scattered 
 it comes.
 
 Under `no_sync`, and while a parameter keeps a term of a backward under it, a step leaves gradients unsummed. The
-backward of the loss then treats them as those of any program (`buckets`).
+backward of the loss then treats them as those of any program (`gradient_sums`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ...redistribution import digits_value
 from ..optimizer_guard import Accumulation
 from ..profile_ranges import gather_text, range_of, scatter_text
-from .buckets import GradientSums
+from .gradient_sums import GradientSums
 from .rank_executor import RankExecutor
 
 __all__ = ["StageSums", "StageWeights"]

@@ -52,7 +52,7 @@ __all__ = ["Peers", "peers"]
 LOOK_EVERY = 1.0
 #: The number of looks to wait for the positions of other ranks.
 ANSWERS = 4
-#: Of torch's timeout of a collective, the part that is left to find the reason: at least this fraction, and so many
+#: The part of torch's timeout of a collective that is left to find the reason: at least this fraction, and so many
 #: seconds, but no more than the second fraction.
 RESERVED, RESERVED_SECONDS, RESERVED_AT_MOST = 0.2, 15.0, 0.4
 #: The number of looks that it takes, at most, from a rank's patience to the end of all ranks.
@@ -87,10 +87,10 @@ def peers() -> Peers | None:
 
 def _patience() -> tuple[float, float]:
     """Seconds that a rank waits at a wait point before it looks for the missing rank, and seconds between two looks."""
-    asked, own = current().timeout, group_timeout(current().device)
-    if own is None:
+    asked, torch_timeout = current().timeout, group_timeout(current().device)
+    if torch_timeout is None:
         return asked, min(LOOK_EVERY, asked / 4)
-    torchs = own.total_seconds()
+    torchs = torch_timeout.total_seconds()
     patience = min(asked, torchs - max(RESERVED * torchs, min(RESERVED_SECONDS, RESERVED_AT_MOST * torchs)))
     return patience, min(LOOK_EVERY, patience / 4, (torchs - patience) / LOOKS)
 
@@ -119,8 +119,8 @@ class Peers:
         # One connection a thread: a request that waits occupies its connection.
         self.store = dist.PrefixStore("shardwright/watch", store.clone())
         self._thread_store = dist.PrefixStore("shardwright/watch", store.clone())
-        for own in (self.store, self._thread_store):
-            own.set_timeout(timedelta(seconds=max(30.0, patience)))
+        for connection in (self.store, self._thread_store):
+            connection.set_timeout(timedelta(seconds=max(30.0, patience)))
         position.passed = PassedPlaces.on(current().device)
         self._group = dist.group.WORLD
         self._heard = 0.0

@@ -222,12 +222,12 @@ class LocalExecutor:
         before, after = self._rank_shapes[operand(node)], axes.along(target.layout.carried + target.layout.partial)
         # In `hybrid_parallel` programs each rank has its own term of an open sum: gradients of the terms need not be
         # equal.
-        own, run, back = self.lowered.plan.own is not None, None, None
+        per_rank, run, back = self.lowered.plan.own is not None, None, None
         if forward.exchanges_halos:
             after = before
             run = exchanging(axes.numbers, len(axes.sizes), forward)
             back = None if backward is None else exchanging(axes.numbers, len(axes.sizes), backward)
-        elif not own or forward.is_identity:
+        elif not per_rank or forward.is_identity:
             run = converting(axes, forward.source, forward.target, before, after, source.local_shape)
         if run is not None and backward is not None and back is None:
             back = converting(
@@ -238,7 +238,7 @@ class LocalExecutor:
                 before,
                 target.local_shape,
                 summed=True,
-                alike=() if own else target.layout.partial,
+                alike=() if per_rank else target.layout.partial,
             )
         if run is None or (back is None and backward is not None):
             run, after = self._listed(forward, before, axes.sizes), axes.sizes

@@ -126,7 +126,7 @@ def _product_gradients(
     factors = [t if t is not None else gradient.new_zeros(size) for t, (size, _) in zip((x, w), like)]
     wanted = [w is not None, x is not None]
     with torch.enable_grad():
-        # Of their own in the graph: one operand may come of the other.
+        # New tensors in the graph, since one operand may be computed from the other: each gets a gradient of its own.
         operands = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in factors]
         names: dict[int, int] = {}  # label -> number, from 0
 

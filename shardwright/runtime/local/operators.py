@@ -544,7 +544,7 @@ class Call:
         return lambda tensors: tuple(map(after, made(tensors)))
 
 
-def _call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operand: Callable[[Node], Get]) -> Get:
+def _call(function: Any, args: Sequence[Any], kwargs: Mapping[str, object], operand: Callable[[Node], Get]) -> Get:
     """The function ``operands -> function(*args, **kwargs)`` with `operand` for each node.
 
     Most calls have one, two or three tensors first, then constants. Others fill in a copy of their arguments.

@@ -23,7 +23,7 @@ from test_collectives import ALL, WORLD, A, assert_as_in_one_process, convert, e
 
 from shardwright.redistribution import redistribution
 from shardwright.runtime.distributed import collectives, shared_memory
-from shardwright.runtime.distributed.buckets import SumInTurns
+from shardwright.runtime.distributed.gradient_sums import SumInTurns
 from shardwright.runtime.distributed.process_groups import ProcessGroups
 from shardwright.runtime.distributed.shared_memory import SameHost
 from shardwright.runtime.local.shards import convert_shards

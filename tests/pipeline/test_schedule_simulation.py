@@ -19,8 +19,8 @@ from shardwright.cluster import Cluster, Level
 from shardwright.cost.cost_model import CostModel
 from shardwright.errors import SettingError
 from shardwright.pipeline.pipeline_plan import PipelinePlan, moments, timeline_of
+from shardwright.pipeline.schedule_simulation import Once, Simulation, simulate
 from shardwright.pipeline.schedules import Action, Schedule, forward_only, schedule
-from shardwright.pipeline.simulate import Once, Simulation, simulate
 
 
 def equal(

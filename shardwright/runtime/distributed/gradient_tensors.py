@@ -6,13 +6,13 @@
 2. `hand_over`, `hand_nothing`, `keep_unsummed`, `take_unsummed`: write and read a parameter's ``grad``, and run its
    hooks.
 
-`buckets` brings the gradients here from the leaves that a program computes on; `gradient_edits` has the edits of
+`gradient_sums` brings the gradients here from the leaves that a program computes on; `gradient_edits` has the edits of
 slices; `cost.communication_schedule` has the user's settings for their sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ class Gradient(SlicedTensor):
     __slots__ = ()
     is_sparse = False  # optimizers read it of every gradient; saves a dispatch
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         """Do nothing: DTensor's own does nothing either, behind wrappers that take as long as all the rest."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradient:
@@ -87,8 +87,12 @@ class Gradient(SlicedTensor):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         if function in ELEMENTWISE and not (torch.is_grad_enabled() and _any_requires_grad(args)):
             local = locals_of(args)
             if local is not None:  # takes a third of the time of DTensor's dispatch
@@ -100,7 +104,8 @@ class Gradient(SlicedTensor):
         if function is Tensor.detach:
             return _detached(args[0])
         if function is Tensor.__setitem__ and isinstance(args[0], Gradient):
-            return put(*args)
+            put(*args)
+            return None
         if function in RANDOM:
             return Gradient(drawn_like(function, args[0], kwargs or {}), spec_of(args[0]), requires_grad=False)
         with DisableTorchFunctionSubclass():
@@ -111,7 +116,8 @@ class Gradient(SlicedTensor):
             if function in _EDITS and _is_plain(args[1:], kwargs):  # DTensor takes only lists on one mesh
                 return function(*pytree.tree_map_only(DTensor, _local, args), **(kwargs or {}))
             if function is unscale_:
-                return unscale(*args, **(kwargs or {}))
+                unscale(*args, **(kwargs or {}))
+                return None
             if function in _NORMS or function is foreach_norm:
                 found = _found_together(function, args, kwargs or {})
                 if found is not None:
@@ -141,11 +147,11 @@ class Gradient(SlicedTensor):
         return result
 
 
-def _any_requires_grad(args: Sequence[Any]) -> bool:
+def _any_requires_grad(args: Sequence[object]) -> bool:
     return any(isinstance(a, Tensor) and a.requires_grad for a in args)
 
 
-def _has_tensors(args: Sequence[Any]) -> bool:
+def _has_tensors(args: Sequence[object]) -> bool:
     return any(isinstance(a, (Tensor, list)) for a in pytree.tree_leaves(args, is_leaf=lambda a: isinstance(a, list)))
 
 
@@ -163,12 +169,12 @@ def _local(x: DTensor) -> Tensor:
     return local_tensor(x)
 
 
-def _is_plain(args: Sequence[Any], kwargs: dict[str, object] | None) -> bool:
+def _is_plain(args: Sequence[object], kwargs: dict[str, object] | None) -> bool:
     """True for numbers, a scalar tensor, and a list of numbers; False for a list of tensors."""
     return not kwargs and not any(isinstance(a, (list, tuple)) and any(isinstance(x, Tensor) for x in a) for a in args)
 
 
-def _found_together(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _found_together(function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
     """The norms that `gradient_edits` computes; None for norms along dims, of matrices, and of one stage alone."""
     places = ("x", "ord", "dtype") if function is foreach_norm else ("x", "ord")
     arguments = dict(zip(places, args)) | kwargs
@@ -199,8 +205,12 @@ class GatheredPart(Gradient):
 
     @classmethod
     def __torch_function__(
-        cls, function: object, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if changes(function) and isinstance(args[0], cls):
             raise lost(function)
         return super().__torch_function__(function, types, args, kwargs)
@@ -220,8 +230,12 @@ class StageGradient(Gradient):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         is_norm = function in _NORMS or function is foreach_norm
         if is_norm and in_step_or_hook():  # of an optimizer, which sees the parameters of this stage alone
             args = pytree.tree_map_only(StageGradient, _alone, args)
@@ -230,7 +244,7 @@ class StageGradient(Gradient):
             found = _found_together(function, args, kwargs or {})
             if found is not None:
                 return found
-        result = super().__torch_function__(function, types, args, kwargs)
+        result: Any = super().__torch_function__(function, types, args, kwargs)
         if function in _NORMS:
             return _norms_as_results([result], args[:1])[0]
         return _norms_as_results(result, args[0]) if function is foreach_norm else result
@@ -286,8 +300,12 @@ class Unsummed(Gradient):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if function in _REFUSED or getattr(function, "__name__", "") in READS:
             raise not_summed("a norm, a part, or a change of gradients")
         if function is Tensor.detach:

@@ -9,9 +9,8 @@ from torch import nn, ones
 
 import shardwright as sw
 from shardwright.identity_tables import IdentityMap
-from shardwright.operator_explanation import explained
+from shardwright.operator_explanation import explained, local_alternatives
 from shardwright.planners.plan_search import Search
-from shardwright.report.local_alternatives import local_alternatives
 from shardwright.report.plan_diff import strategy_text
 
 

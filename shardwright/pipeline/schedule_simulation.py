@@ -110,13 +110,13 @@ class Simulation:
             stage, kind = span.action.stage, span.action.kind
             if isinstance(span.action, Once):
                 continue
-            own, (forward, backward) = self.saved[stage], self.running[stage]
+            saved_bytes, (forward, backward) = self.saved[stage], self.running[stage]
             if kind != "F":
-                allocated -= own
-            for part, nbytes in forward if kind == "F" else backward if kind in "BI" else ((0.0, own),):
+                allocated -= saved_bytes
+            for part, nbytes in forward if kind == "F" else backward if kind in "BI" else ((0.0, saved_bytes),):
                 out.append((span.start + part * (span.stop - span.start), allocated + nbytes))
             if kind == "I" or (kind == "F" and stays):
-                allocated += own
+                allocated += saved_bytes
             out.append((span.stop, allocated))
         return out
 
@@ -183,7 +183,9 @@ def simulate(
     sizes = (1,) * planned.groups if devices is None else tuple(devices)
     _counted("devices", sizes, planned.groups, "groups")
     of_micro_batches = tuple(map(float, seconds["saved"]))
-    profiles = tuple((((0.0, own),),) * 2 for own in of_micro_batches) if running is None else tuple(running)
+    profiles = (
+        tuple((((0.0, saved_bytes),),) * 2 for saved_bytes in of_micro_batches) if running is None else tuple(running)
+    )
     _counted("running", profiles, count, "stages")
     spans = _Play(planned, seconds, transfer, skips).run()
     return Simulation(planned, spans, sizes, tuple(map(float, seconds["fixed"])), of_micro_batches, profiles)

@@ -23,7 +23,7 @@
 Outside of `no_sync` a term is scattered as it comes, together with the terms kept before. (From optimizer level 2 on
 no term is kept: all are scattered.)
 
-`gradients` has the gradient tensors themselves, and the settings of buckets.
+`gradient_tensors` has the gradient tensors themselves; `cost.communication_schedule` has the settings of buckets.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ..second_derivatives import refuse_graph
 from . import collectives as transport
 from .collectives import Bound, arrangements, begin_scatter, bind_all, reduce_in_place, reduced, rings
 from .dtensors import as_dtensor, beginning, leaf_of
-from .gradients import Unsummed, hand_over, keep_unsummed, take_unsummed, unsummed_over
+from .gradient_tensors import Unsummed, hand_over, keep_unsummed, take_unsummed, unsummed_over
 from .process_groups import Group, ProcessGroups, Rider
 from .rank_positions import WaitPoint, waiting
 from .requested_gradients import note_leaf

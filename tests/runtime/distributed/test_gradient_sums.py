@@ -252,10 +252,10 @@ def refused(attempt: Callable[[], Any], text: str) -> None:
 def events(step: Callable[[], Any]) -> list[tuple[str, int]]:
     """Events of a model's first step: ("came", 1) for each gradient to be summed, ("start", n) for each started sum of
     n gradients."""
-    from shardwright.runtime.distributed import buckets
+    from shardwright.runtime.distributed import gradient_sums
 
     out: list[tuple[str, int]] = []
-    kept = buckets._Sum.__init__, buckets.GradientSums._came
+    kept = gradient_sums._Sum.__init__, gradient_sums.GradientSums._came
 
     def start(self: Any, parameters: list, *args: Any) -> None:
         out.append(("start", len(parameters)))
@@ -265,11 +265,11 @@ def events(step: Callable[[], Any]) -> list[tuple[str, int]]:
         out.append(("came", 1))
         kept[1](self, *args)
 
-    buckets._Sum.__init__, buckets.GradientSums._came = start, came
+    gradient_sums._Sum.__init__, gradient_sums.GradientSums._came = start, came
     try:
         step()
     finally:
-        buckets._Sum.__init__, buckets.GradientSums._came = kept
+        gradient_sums._Sum.__init__, gradient_sums.GradientSums._came = kept
     return out
 
 
