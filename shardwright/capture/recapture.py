@@ -23,11 +23,12 @@ followed by its own model alone.
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -41,6 +42,8 @@ from ..mixed_precision import MixedPrecision
 from ..torch_private import (
     FakeTensor,
     FakeTensorMode,
+    OpOverload,
+    OpOverloadPacket,
     buffer_table,
     called_above_autograd,
     exporting,
@@ -233,7 +236,8 @@ def structure_of(
             parts.append(_code(root))
             continue
         for path, module in root.named_modules(remove_duplicate=False):
-            parts.append((path, weakref.ref(type(module)), module.training, _code(vars(module).get("function"))))
+            called = [(name, _code(f)) for name, f in vars(module).items() if callable(f)]
+            parts.append((path, weakref.ref(type(module)), module.training, tuple(called)))
             for table in (parameter_table(module), buffer_table(module)):
                 for name, x in table.items():
                     if x is None:
@@ -253,8 +257,20 @@ def structure_of(
 
 
 def _code(function: object) -> Hashable:
-    """The code of a function, else its type."""
-    return getattr(function, "__code__", None) or weakref.ref(type(function))
+    """The code of a function, and of those that it closes over; of any other object the type."""
+    if isinstance(function, (types.BuiltinFunctionType, OpOverload, OpOverloadPacket)):
+        return function
+    if isinstance(function, partial):
+        return _code(function.func)
+    if not isinstance(function, types.FunctionType):
+        return weakref.ref(type(function))
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
+    closed_over = [_code(f) for f in cells if callable(f) and not isinstance(f, nn.Module) and f is not function]
+    return function.__code__, tuple(closed_over)
+
+
+#: A cell without a value.
+_EMPTY = types.CellType()
 
 
 def programs_of_structure(structure: Hashable) -> list[Program]:
