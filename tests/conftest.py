@@ -235,6 +235,13 @@ def set_second_runs(path: Path) -> None:
     export.check_again = second_run.check_again if folder in CAPTURED_TWICE else lambda first, captured: None
 
 
+def set_followed_programs(path: Path) -> None:
+    """Let a model follow the program of an earlier model of this file, or, in tests of captures, of none."""
+    recapture = importlib.import_module("shardwright.capture.recapture")
+    recapture._BY_STRUCTURE.clear()
+    recapture.MOST_PROGRAMS = 0 if path.parts[len(Path(__file__).parent.parts)] == "capture" else 4
+
+
 def give_memory_back() -> None:
     """Give free memory back to the system: a process of 1.9 GB takes four times as long to fork as one of 0.5 GB. After
     the tests of a ResNet-50, 620 of 1,120 MB are free."""
@@ -250,6 +257,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.path not in _FILES[-1:]:
         _FILES.append(item.path)
         set_second_runs(item.path)
+        set_followed_programs(item.path)
         gc.collect()
         gc.freeze()
         give_memory_back()

@@ -17,7 +17,7 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -69,7 +69,16 @@ from .observed.attribute_patches import modules_patched
 from .observed.memoised_functions import computed_for_real
 from .observed_state import Observation
 from .outlines import Differs, Outline, memory_of, outline
-from .recapture import AsExported, LightRun, Program
+from .recapture import (
+    AsExported,
+    Call,
+    LightRun,
+    ModelPrograms,
+    Program,
+    keep_for_structure,
+    programs_of_structure,
+    structure_of,
+)
 from .regions import collect_functions, collect_regions
 from .second_run import Captured, check_again, with_counters
 from .side_effects import Effects, ForwardOutcome, LineFinder, judged
@@ -79,7 +88,7 @@ from .watched_calls import instead_of_checks, refuse_backward_hooks, watched_cal
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["CaptureSettings", "ModelAndLoss", "Recording", "capture", "captures"]
+__all__ = ["CaptureSettings", "Recording", "capture", "captures"]
 
 _LOG = logging.getLogger("shardwright.capture")
 
@@ -217,7 +226,7 @@ class CaptureSettings(TypedDict, total=False):
     recording: Recording | None
     hooks_around: bool
     mixed_precision: MixedPrecision | None
-    programs: list[Program] | None
+    programs: ModelPrograms | None
 
 
 def capture(
@@ -251,7 +260,7 @@ def captures(
     recording: Recording | None = None,
     hooks_around: bool = False,
     mixed_precision: MixedPrecision | None = None,
-    programs: list[Program] | None = None,
+    programs: ModelPrograms | None = None,
 ) -> list[Graph]:
     """Capture several calls of a model with the same inputs but for their sizes: later ones follow earlier ones.
 
@@ -263,7 +272,8 @@ def captures(
         hooks_around: the caller runs the model's own hooks at its borders (`module_calls`).
         mixed_precision: the dtypes in which the model's parameters are stored and read.
         programs: the exported programs of earlier captures of the model, the latest first: a capture follows one of
-            them, or adds its own. The log of "shardwright.capture" says why it follows none.
+            them, or one of another model of the same structure, or adds its own. The log of "shardwright.capture" says
+            why it follows none.
 
     Returns:
         The graph of each call.
@@ -285,7 +295,8 @@ def captures(
                 mixed_precision=mixed_precision,
             ),
             recording,
-            [] if programs is None else programs,
+            ModelPrograms() if programs is None else programs,
+            partial(structure_of, net, loss_fn, device, hooks_around, mixed_precision),
         )
 
 
@@ -301,12 +312,14 @@ def _graphs(
     calls: Sequence[tuple[tuple[object, ...], dict[str, object]]],
     captured: Callable[..., tuple[list[Captured], Differs | None]],
     recording: Recording | None,
-    programs: list[Program],
+    programs: ModelPrograms,
+    structure: Callable[[Call], Hashable],
 ) -> list[Graph]:
     """The graphs of several calls, as described in `captures`.
 
     Args:
-        captured: ``captured(calls, programs=...)`` captures calls of the model.
+        captured: ``captured(calls, programs=..., latest=...)`` captures calls of the model.
+        structure: the structure of the model in a call.
     """
     graphs: list[Graph] = []
     while len(graphs) < len(calls):
@@ -314,26 +327,44 @@ def _graphs(
         made: list[Captured] = []
         if programs:
             with Work("capture of the model at other sizes"):
-                made, reason = captured(remaining, programs=programs)
+                made, reason = captured(remaining, programs=programs, latest=programs.latest)
             if reason is not None:
                 _LOG.info("the model is exported anew: %s", str(reason).partition("\n")[0])
         if len(made) < len(remaining):
             with Work("capture of the model"):
-                made += captured([remaining[len(made)]])[0]
+                made.append(_first_capture(remaining[len(made)], captured, programs, structure))
         for one, call in zip(made, remaining):
             if one.program not in programs or (recording is not None and recording.why):
                 with Work("second run of the model"):
                     check_again(one, partial(captured, [call], later=True))
             if one.program in programs:
                 programs.remove(one.program)
-            for other in programs:
-                other.observation = None
             programs.insert(0, one.program)
+            programs.latest = one.seen
             if recording is not None:
                 recording.add(one)
             graphs.append(one.graph)
         del programs[PROGRAMS:]
     return graphs
+
+
+def _first_capture(
+    call: Call,
+    captured: Callable[..., tuple[list[Captured], Differs | None]],
+    programs: ModelPrograms,
+    structure: Callable[[Call], Hashable],
+) -> Captured:
+    """A capture that follows none of the model's own programs: it follows that of another model, or exports."""
+    key = structure(call)
+    others = [program for program in programs_of_structure(key) if program not in programs]
+    if others:
+        made, reason = captured([call], programs=others, others=True)
+        if reason is None:
+            return made[0]
+        _LOG.info("no program of an earlier model is followed: %s", str(reason).partition("\n")[0])
+    (one,) = captured([call])[0]
+    keep_for_structure(key, one.program)
+    return one
 
 
 @roomy_stack
@@ -348,12 +379,16 @@ def _captured(
     hooks_around: bool,
     mixed_precision: MixedPrecision | None,
     programs: Sequence[Program] = (),
+    latest: Observation | None = None,
+    others: bool = False,
     finder: LineFinder | None = None,
     later: bool = False,
 ) -> tuple[list[Captured], Differs | None]:
     """Captures as described in `captures`: by exports, or by light runs that follow one of `programs`.
 
     Args:
+        latest: the observation of the latest run of the model.
+        others: True where `programs` are those of other models, whose lines of code may be others.
         finder: looks for the line of a change.
         later: True for a second capture, in which clocks are ahead.
 
@@ -412,7 +447,9 @@ def _captured(
             _objects_opened(module),
         ):
             traced = (
-                LightRun(module, paths, args, kwargs, device, programs) if programs else _program(module, args, kwargs)
+                LightRun(module, paths, args, kwargs, device, programs, others)
+                if programs
+                else _program(module, args, kwargs)
             )
         if _hooks_on(paths.values()) != hooks:  # the first forward alone registers hooks
             watch.outcome.effects.assign()
@@ -425,7 +462,7 @@ def _captured(
         )
 
         def read(program: Program, nodes: AsExported) -> Captured | None:
-            program.observation, template = seen, program.template
+            template = program.template
             if isinstance(template, GraphTemplate) and not watch.outcome.updates:
                 graph = template.graph(nodes, decisive)
                 if graph is not None:
@@ -453,8 +490,7 @@ def _captured(
             one = traced.followed(read)
         return one
 
-    latest = programs[0].observation if programs else None
-    earlier: list[Observation | None] = [latest if isinstance(latest, Observation) else None]
+    earlier = [latest]
     made: list[Captured] = []
     try:
         with (
@@ -664,30 +700,3 @@ def _quiet() -> Iterator[None]:
         for log, before in zip(logs, disabled):
             log.disabled = before
         sys.stderr.write(written.getvalue().replace(graph, "").lstrip("\n") if graph else written.getvalue())
-
-
-class ModelAndLoss(nn.Module):
-    """The wrapped model and its loss under the names that a captured graph uses."""
-
-    def __init__(self, net: nn.Module, loss_fn: LossFunction | None) -> None:
-        super().__init__()
-        self.tables: list[tuple[str, nn.Module]]
-        self.__dict__["tables"] = [("", net)] + ([("loss_fn.", loss_fn)] if isinstance(loss_fn, nn.Module) else [])
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        for part, module in self.tables:
-            for name, tensor in module.named_parameters(prefix, recurse, remove_duplicate):
-                yield part + name, tensor
-
-    def modules(self) -> Iterator[nn.Module]:  # type: ignore[override]  # torch 2.9 has no argument to pass on
-        for _, module in self.tables:
-            yield from module.modules()
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        for part, module in self.tables:
-            for name, tensor in module.named_buffers(prefix, recurse, remove_duplicate):
-                yield part + name, tensor

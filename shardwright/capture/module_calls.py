@@ -47,6 +47,7 @@ from .annotations import Operator
 __all__ = [
     "FunctionOfModels",
     "LossFunction",
+    "ModelAndLoss",
     "WithLoss",
     "as_written",
     "has_global_hooks",
@@ -75,6 +76,33 @@ class WithLoss(nn.Module):
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
         return self.loss_fn(self.net(*inputs[:-1], **kwargs), inputs[-1])
+
+
+class ModelAndLoss(nn.Module):
+    """The wrapped model and its loss under the names that a captured graph uses."""
+
+    def __init__(self, net: nn.Module, loss_fn: LossFunction | None) -> None:
+        super().__init__()
+        self.tables: list[tuple[str, nn.Module]]
+        self.__dict__["tables"] = [("", net)] + ([("loss_fn.", loss_fn)] if isinstance(loss_fn, nn.Module) else [])
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        for part, module in self.tables:
+            for name, tensor in module.named_parameters(prefix, recurse, remove_duplicate):
+                yield part + name, tensor
+
+    def modules(self) -> Iterator[nn.Module]:  # type: ignore[override]  # torch 2.9 has no argument to pass on
+        for _, module in self.tables:
+            yield from module.modules()
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for part, module in self.tables:
+            for name, tensor in module.named_buffers(prefix, recurse, remove_duplicate):
+                yield part + name, tensor
 
 
 class FunctionOfModels(nn.Module):

@@ -14,12 +14,21 @@ for all operators of one form: 12 equal layers cost what one costs.
 The graph is that of an export at these inputs, because the model's own code has run on them. A size of 1, a branch on a
 size, or a number made of sizes needs no rule of its own. Where the forward calls other operators than the exported
 program, or calls them in other modules or on other tensors, the two differ (`Differs`), and the model is exported anew.
+
+A further model of the same structure (modules, parameters, kind of call) follows the program of an earlier one, which
+may be gone: a model that is planned in several modes, or built once for each setting that is tried. Each operator must
+be called at the line of the user's code that the program has, or the model is exported. A program with constants is
+followed by its own model alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -28,10 +37,13 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 
 from ..autocast import Autocast, current
-from ..identity_tables import IdentitySet
+from ..identity_tables import IdentityMap, IdentitySet
+from ..mixed_precision import MixedPrecision
 from ..torch_private import (
     FakeTensor,
     FakeTensorMode,
+    OpOverload,
+    OpOverloadPacket,
     buffer_table,
     called_above_autograd,
     exporting,
@@ -42,6 +54,7 @@ from ..torch_private import (
 )
 from .annotations import MARK
 from .observed.attribute_patches import module_calls
+from .observed_state import Observation
 from .outlines import (
     Differs,
     OperatorResult,
@@ -58,13 +71,26 @@ from .outlines import (
     written_names,
 )
 from .regions import EDGE, OPAQUE
-from .source_lines import module_path
+from .source_lines import calling_line, module_path, source_of
 
-__all__ = ["AsExported", "AsRun", "LightRun", "Program"]
+__all__ = [
+    "AsExported",
+    "AsRun",
+    "Call",
+    "LightRun",
+    "ModelPrograms",
+    "Program",
+    "keep_for_structure",
+    "programs_of_structure",
+    "structure_of",
+]
 
 aten = torch.ops.aten
 
 Read = TypeVar("Read")
+
+#: (args, kwargs) of a call.
+Call = tuple[tuple[object, ...], dict[str, object]]
 
 #: Operators to which export gives another name.
 _EXPORTED: dict[Target, Target] = {aten.lift_fresh.default: aten.lift_fresh_copy.default}
@@ -88,14 +114,24 @@ class Program:
 
     def __init__(self, exported: ExportedProgram) -> None:
         self.exported = exported
+        self.called_at = calling_line()
         self.template: object = None  # the latest graph that was read of it, as a `GraphTemplate`
-        self.observation: object = None  # of the latest run that has followed it, an `Observation`
         self._by_meta: dict[Target, bool | None] = {}
         self._nodes: dict[Target | str, list[torch.fx.Node]] | None = None
 
     def followed(self, read: Callable[[Program, AsExported], Read]) -> Read:
         """The result of ``read(program, nodes)`` for the program itself."""
         return read(self, AsExported())
+
+    @cached_property
+    def length(self) -> int:
+        """The number of its nodes."""
+        return sum(len(m.graph.nodes) for m in self.exported.graph_module.modules() if hasattr(m, "graph"))
+
+    @cached_property
+    def is_of_its_call(self) -> bool:
+        """True where operators have no line of the user's code but that of the call: a model of torch's modules."""
+        return any(source_of(node) == self.called_at for node in self.exported.graph.nodes)
 
     def by_meta(self, target: Target) -> bool | None:
         """True where tensors on the meta device tell of an operator what fake tensors have told in this program; None
@@ -158,6 +194,106 @@ def _agrees(node: torch.fx.Node) -> bool:
     return same(found, node.meta.get("val"))
 
 
+# -- programs by model and by structure --------------------------------------------------------------------------------
+
+
+class ModelPrograms(list[Program]):
+    """The exported programs that captures of one model follow, the latest first.
+
+    Attributes:
+        latest: the observation of the latest run.
+    """
+
+    latest: Observation | None = None
+
+
+#: Programs of models, by structure, those used last at the end.
+_BY_STRUCTURE: OrderedDict[Hashable, list[Program]] = OrderedDict()
+#: The most nodes of all of them together, some 5 KB each.
+MOST_NODES = 10_000
+#: The most programs of one structure.
+MOST_PROGRAMS = 4
+
+
+def structure_of(
+    net: nn.Module,
+    loss_fn: Callable[..., object] | None,
+    device: torch.device | str | None,
+    hooks_around: bool,
+    mixed_precision: MixedPrecision | None,
+    call: Call,
+) -> Hashable:
+    """The properties of a model and of a call that decide, but for Python's state, what `torch.export` makes of them.
+
+    Args:
+        net, loss_fn, device, hooks_around, mixed_precision: as `export.captures` takes them.
+        call: the inputs; the sizes of tensors count for nothing.
+    """
+    tensors: IdentityMap[torch.Tensor, str] = IdentityMap()
+    parts: list[Hashable] = []
+    for root in (net, loss_fn):
+        if not isinstance(root, nn.Module):
+            parts.append(_code(root))
+            continue
+        for path, module in root.named_modules(remove_duplicate=False):
+            called = [(name, _code(f)) for name, f in vars(module).items() if callable(f)]
+            parts.append((path, weakref.ref(type(module)), module.training, tuple(called)))
+            for table in (parameter_table(module), buffer_table(module)):
+                for name, x in table.items():
+                    if x is None:
+                        continue
+                    first = tensors.setdefault(x, f"{path}.{name}")
+                    parts.append((name, first, type(x), tuple(x.shape), x.dtype, x.device, x.requires_grad))
+    leaves, spec = pytree.tree_flatten(call)
+    kinds = tuple(
+        (x.dtype, x.dim(), x.requires_grad)
+        if isinstance(x, torch.Tensor)
+        else (type(x), x if type(x) in _PLAIN else None)
+        for x in leaves
+    )
+    casting = current("cpu", *([] if device is None else [torch.device(device).type]))
+    how = torch.is_grad_enabled(), torch.get_default_dtype(), casting, str(device), hooks_around
+    return tuple(parts), spec, kinds, how, mixed_precision
+
+
+def _code(function: object) -> Hashable:
+    """The code of a function, and of those that it closes over; of any other object the type."""
+    if isinstance(function, (types.BuiltinFunctionType, OpOverload, OpOverloadPacket)):
+        return function
+    if isinstance(function, partial):
+        return _code(function.func)
+    if not isinstance(function, types.FunctionType):
+        return weakref.ref(type(function))
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
+    closed_over = [_code(f) for f in cells if callable(f) and not isinstance(f, nn.Module) and f is not function]
+    return function.__code__, tuple(closed_over)
+
+
+#: A cell without a value.
+_EMPTY = types.CellType()
+
+
+def programs_of_structure(structure: Hashable) -> list[Program]:
+    """The programs of earlier models of a structure, the latest first."""
+    found = _BY_STRUCTURE.get(structure, [])
+    if found:
+        _BY_STRUCTURE.move_to_end(structure)
+    now = calling_line()
+    return [program for program in found if program.called_at == now or not program.is_of_its_call]
+
+
+def keep_for_structure(structure: Hashable, program: Program) -> None:
+    """Let models of a structure follow a program, unless it has constants."""
+    if program.exported.constants:
+        return
+    kept = _BY_STRUCTURE.setdefault(structure, [])
+    kept.insert(0, program)
+    del kept[MOST_PROGRAMS:]
+    _BY_STRUCTURE.move_to_end(structure)
+    while len(_BY_STRUCTURE) > 1 and sum(p.length for all_of in _BY_STRUCTURE.values() for p in all_of) > MOST_NODES:
+        _BY_STRUCTURE.popitem(last=False)
+
+
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
@@ -168,6 +304,7 @@ class OperatorCall(NamedTuple):
         target, args, kwargs: as called.
         made, results: the results: outlines, and the `OperatorResult`s, which calls of one form share.
         module, grad, casting: the innermost module that was running, True where gradients were on, and autocast.
+        line: the user's line; None: not asked for.
     """
 
     target: Target
@@ -178,6 +315,7 @@ class OperatorCall(NamedTuple):
     module: nn.Module
     grad: bool
     casting: Autocast
+    line: str | None
 
 
 class LightRun:
@@ -189,6 +327,7 @@ class LightRun:
         args, kwargs: the inputs of the call, with outlines in place of tensors.
         device: the device on which the program is to run.
         programs: exported programs of the module, the latest first.
+        lines: True where the lines of the user's code are compared too.
 
     Raises:
         Differs: the module, or an operator, needs elements.
@@ -202,8 +341,10 @@ class LightRun:
         kwargs: dict[str, object],
         device: torch.device,
         programs: Sequence[Program],
+        lines: bool = False,
     ) -> None:
         self._calls: list[OperatorCall] = []
+        self._line = calling_line if lines else lambda: None
         self._failed: str | None = None
         self._programs, self._device_types = programs, sorted({"cpu", device.type})
         self._known: dict[object, Results] = {}
@@ -286,7 +427,8 @@ class LightRun:
                 if isinstance(x, torch.Tensor) and x.dtype.is_floating_point:
                     x.requires_grad = True
         if not facts.silent:
-            self._calls.append(OperatorCall(target, args, kwargs, made, results, self._running[-1], grad, casting))
+            module, line = self._running[-1], self._line()
+            self._calls.append(OperatorCall(target, args, kwargs, made, results, module, grad, casting, line))
         return made
 
     def _lifted(self, args: tuple[object, ...]) -> tuple[object, ...]:
@@ -412,6 +554,8 @@ class AsRun(AsExported):
         # A call of a torch.autograd.Function turns gradients off around its forward.
         if (call.grad != grad and target is not OPAQUE) or call.casting.dtypes != casting.dtypes:
             raise Differs(f"{target} is called under other settings of gradients or autocast")
+        if call.line is not None and source_of(node) not in ("", call.line):
+            raise Differs(f"{target} is called at {call.line}, and at {source_of(node)} by an earlier model")
         path = module_path(node, "").partition("@")[0]
         if self._modules.get(path, call.module) is not call.module:
             raise Differs(f"{target} is called in another module than {path!r}")

@@ -86,12 +86,12 @@ def check_again(first: Captured, captured: Callable[..., tuple[list[Captured], D
 
     Args:
         first: the first capture.
-        captured: ``captured(programs=..., finder=...)`` captures the call again.
+        captured: ``captured(programs=..., latest=..., finder=...)`` captures the call again.
 
     Raises:
         CaptureError: the two captures differ, with the line and what both have.
     """
-    made, reason = captured(programs=[first.program])
+    made, reason = captured(programs=[first.program], latest=first.seen)
     if reason is not None:
         _LOG.info("the second run is an export: %s", str(reason).partition("\n")[0])
         made = captured()[0]

@@ -3,6 +3,7 @@ error is."""
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import sysconfig
@@ -40,6 +41,7 @@ _PYTHON = sysconfig.get_path("stdlib") + "/"
 _CELL = "<ipython-input-"
 
 
+@functools.cache
 def is_users(file: str) -> bool:
     """True where a file is not part of Shardwright, torch or Python; an installed package may be the user's model, and
     so may what is typed into IPython."""
@@ -66,8 +68,11 @@ def stack_level() -> int:
 
 
 def calling_line() -> str | None:
-    """The user's line that is being run."""
-    return user_frame([(f.filename, f.lineno or 0) for f in traceback.extract_stack()]) or None
+    """The user's line that is being run, ``file.py:41``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else place_text(frame.f_code.co_filename, frame.f_lineno)
 
 
 def source_of(node: torch.fx.Node) -> str:

@@ -36,7 +36,7 @@ from torch.nn import functional
 from ..errors import CaptureError, place_text
 from ..identity_tables import IdentityMap
 from ..rules.loss import ctc_losses
-from ..torch_private import COMPILER, AdaptiveOutput, hooks_of, hooks_of_all_modules
+from ..torch_private import COMPILER, EXPORTER, AdaptiveOutput, hooks_of, hooks_of_all_modules
 from .hybrid_models import refused_collective
 from .observed.places import GuardedPlace
 from .observed.stand_ins import by_user, frames, original_of
@@ -348,7 +348,8 @@ _TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_
 @functools.cache
 def _make_tables() -> None:
     """Let torch make its tables of functions and methods, which it keeps, before any of these is replaced."""
-    importlib.import_module(COMPILER)
+    for name in (COMPILER, EXPORTER):
+        importlib.import_module(name)
     torch.overrides.get_testing_overrides()
     torch.overrides.is_tensor_method_or_property(torch.Tensor.add)
 

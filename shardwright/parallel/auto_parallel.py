@@ -28,10 +28,10 @@ from torch.utils.hooks import RemovableHandle
 from .. import autocast
 from ..capture.annotations import note_planned
 from ..capture.conditions import check_layouts
-from ..capture.export import ModelAndLoss, Recording
+from ..capture.export import Recording
 from ..capture.guards import HOOKS, Guards
 from ..capture.model_device import TensorTable, check_inputs, check_values, place_of
-from ..capture.module_calls import FunctionOfModels, has_global_hooks, hooked
+from ..capture.module_calls import FunctionOfModels, ModelAndLoss, has_global_hooks, hooked
 from ..errors import SettingError, known_keywords
 from ..garbage_collection import gc_paused, roomy_stack
 from ..layout import Layout

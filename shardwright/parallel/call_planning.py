@@ -21,10 +21,10 @@ from torch import nn
 
 from .. import autocast
 from ..capture.annotations import staged_modules, stored_whole, warn_of_ignored_stages
-from ..capture.export import CaptureSettings, ModelAndLoss, Recording, captures
+from ..capture.export import CaptureSettings, Recording, captures
 from ..capture.hybrid_models import check_held, check_mode, one_slice, own_parameters
 from ..capture.model_device import check_inputs, check_values, device_of
-from ..capture.module_calls import FunctionOfModels
+from ..capture.module_calls import FunctionOfModels, ModelAndLoss
 from ..capture.regions import with_policy
 from ..capture.source_lines import stack_level
 from ..errors import SettingError

@@ -30,6 +30,7 @@ from dataclasses import replace
 import torch
 
 from ..capture.export import Recording
+from ..capture.recapture import Call, ModelPrograms
 from ..graph import Form, Graph, Op, Value, changed, form_of, leaves, map_leaves, share_form
 from ..torch_private import pytree
 
@@ -44,7 +45,6 @@ RATIO = 2
 MOST_CALLS = 16
 
 Shape = tuple[int, ...]
-Call = tuple[tuple[object, ...], dict[str, object]]
 
 
 class _Unknown(Exception):
@@ -233,7 +233,7 @@ class GraphCache:
     """The exported programs of one model, by kind of call. See the module's header."""
 
     def __init__(self) -> None:
-        self._programs: OrderedDict[Hashable, tuple[list[object], DerivedCaptures]] = OrderedDict()
+        self._programs: OrderedDict[Hashable, tuple[ModelPrograms, DerivedCaptures]] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, object]) -> GraphCache:
         return GraphCache()  # a copy of a model is captured anew
@@ -254,7 +254,7 @@ class GraphCache:
             captures: ``captures(calls, recording=..., programs=...)`` captures the model.
         """
         key = casting, _kind(*calls[0])
-        programs, derived = self._programs.setdefault(key, ([], DerivedCaptures()))
+        programs, derived = self._programs.setdefault(key, (ModelPrograms(), DerivedCaptures()))
         self._programs.move_to_end(key)
         while len(self._programs) > KINDS:
             self._programs.popitem(last=False)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.annotations import CUT
-from ..capture.export import ModelAndLoss
+from ..capture.module_calls import ModelAndLoss
 from ..errors import SettingError
 from ..runtime.deferred_init import put_in_place, substitute
 from ..runtime.optimizer_guard import Accumulation

@@ -18,9 +18,8 @@ from torch import nn
 
 from ..autocast import Autocast
 from ..capture.annotations import forget_planned, pipelining
-from ..capture.export import ModelAndLoss
 from ..capture.guards import Guards
-from ..capture.module_calls import FunctionOfModels, LossFunction
+from ..capture.module_calls import FunctionOfModels, LossFunction, ModelAndLoss
 from ..cost.communication_schedule import Fusion, fusion_of
 from ..errors import SettingError, did_you_mean, known_keywords
 from ..partition.parameter_sharding import OptimizerParallel

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.annotations import CUT, whole_shape
-from ..capture.export import ModelAndLoss
+from ..capture.module_calls import ModelAndLoss
 from ..errors import SettingError
 from ..process_runtime import current
 from ..runtime.replaced_parameters import successor_of

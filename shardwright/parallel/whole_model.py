@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..capture.annotations import CUT, whole_shape
-from ..capture.export import ModelAndLoss
 from ..capture.hybrid_models import own_parameters
-from ..capture.module_calls import refuses_others
+from ..capture.module_calls import ModelAndLoss, refuses_others
 from ..capture.source_lines import user_frame
 from ..errors import SettingError
 from ..identity_tables import IdentitySet

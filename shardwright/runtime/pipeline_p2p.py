@@ -56,7 +56,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..capture.export import ModelAndLoss
+from ..capture.module_calls import ModelAndLoss
 from ..cost.communication_schedule import Fusion
 from ..graph import Value
 from ..layout import Layout

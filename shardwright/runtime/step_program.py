@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.conditions import StridesAsked
-from ..capture.export import ModelAndLoss
 from ..capture.guards import Guards
+from ..capture.module_calls import ModelAndLoss
 from ..capture.side_effects import Effects
 from ..capture.source_lines import stack_level
 from ..cost.communication_schedule import Fusion

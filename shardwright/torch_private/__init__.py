@@ -22,6 +22,7 @@ from .capture_internals import (
     CHECKPOINT_LOGGER,
     COMPILED,
     COMPILER,
+    EXPORTER,
     NOISY_LOGGERS,
     VMAP_ENDS,
     attributes_unchecked,
@@ -95,16 +96,17 @@ from .version_lookup import NAMES, demand, name_of_torch
 
 # fmt: off
 __all__ = [
-    "CALLED_INSTEAD", "CHECKPOINT_LOGGER", "COMPILED", "COMPILER", "CROSS_MAP_NORM", "GATHER_METHOD", "MODULE_TABLES",
-    "NOISY_LOGGERS", "PARAMETER", "SCATTER_METHOD", "VMAP_ENDS", "GradientHooks", "HooksOfAllModules", "ModuleHooks",
-    "OpOverload", "OpOverloadPacket", "attributes_unchecked", "backward_can_start_at_functions", "buffer_table",
-    "called_above_autograd", "code_written_late", "computation", "default_store", "demand", "direct_apply", "exporting",
-    "foreach_edits", "forward_hook_tables", "fused_optimizers", "gradient_hooks", "group_timeout", "hook_tables",
-    "hooks_of", "hooks_of_all_modules", "in_place_of_checkpoint", "is_part", "is_view", "layouts_unrecorded",
-    "local_tensor", "module_table", "move_gradient_hooks", "number_of_groups", "operators", "overload_name",
-    "overload_of", "parameter_table", "part_tables", "recurrent_states", "recurrent_weights", "register_node",
-    "schedule_without_transfers", "schema_of", "set_local_tensor", "shell", "spec_of", "stack_lines", "storage_id",
-    "torch_function", "untraced", "use_foreach", "version_of", "vmap_function", "without_cudnn", "worker_processes",
+    "CALLED_INSTEAD", "CHECKPOINT_LOGGER", "COMPILED", "COMPILER", "CROSS_MAP_NORM", "EXPORTER", "GATHER_METHOD",
+    "MODULE_TABLES", "NOISY_LOGGERS", "PARAMETER", "SCATTER_METHOD", "VMAP_ENDS", "GradientHooks", "HooksOfAllModules",
+    "ModuleHooks", "OpOverload", "OpOverloadPacket", "attributes_unchecked", "backward_can_start_at_functions",
+    "buffer_table", "called_above_autograd", "code_written_late", "computation", "default_store", "demand",
+    "direct_apply", "exporting", "foreach_edits", "forward_hook_tables", "fused_optimizers", "gradient_hooks",
+    "group_timeout", "hook_tables", "hooks_of", "hooks_of_all_modules", "in_place_of_checkpoint", "is_part", "is_view",
+    "layouts_unrecorded", "local_tensor", "module_table", "move_gradient_hooks", "number_of_groups", "operators",
+    "overload_name", "overload_of", "parameter_table", "part_tables", "recurrent_states", "recurrent_weights",
+    "register_node", "schedule_without_transfers", "schema_of", "set_local_tensor", "shell", "spec_of", "stack_lines",
+    "storage_id", "torch_function", "untraced", "use_foreach", "version_of", "vmap_function", "without_cudnn",
+    "worker_processes",
 ]
 # fmt: on
 

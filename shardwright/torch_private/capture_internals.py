@@ -20,6 +20,7 @@ __all__ = [
     "CHECKPOINT_LOGGER",
     "COMPILED",
     "COMPILER",
+    "EXPORTER",
     "NOISY_LOGGERS",
     "VMAP_ENDS",
     "attributes_unchecked",
@@ -39,6 +40,7 @@ __all__ = [
 
 #: The package of ``torch.compile``, and an attribute of functions that it has compiled.
 COMPILER, COMPILED = "torch._dynamo", "_torchdynamo_orig_callable"
+EXPORTER = "torch.export._trace"  # the module that torch.export imports at its first call
 CHECKPOINT_LOGGER = "torch._higher_order_ops.wrap"  # warns of operators in place in a compiled checkpoint
 
 #: Loggers, below ``torch.``, that export fills beside the error that it raises.

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 import shardwright as sw
 from shardwright.capture.export import Recording, capture
 from shardwright.capture.observed_state import Observation
-from shardwright.capture.recapture import Program
+from shardwright.capture.recapture import ModelPrograms
 
 pytestmark = pytest.mark.filterwarnings("ignore::shardwright.RecaptureWarning")
 
@@ -485,7 +485,7 @@ def put_back() -> Iterator[None]:
     assert "getattr" not in globals(), "stand-ins of builtin functions are taken out of the user's files"
 
 
-def reads_of(net: nn.Module, programs: list[Program], rows: int) -> set[str]:
+def reads_of(net: nn.Module, programs: ModelPrograms, rows: int) -> set[str]:
     """The paths of the places that a capture has read."""
     recording = Recording()
     capture(net, (draw(rows, 8),), programs=programs, recording=recording)
@@ -497,12 +497,12 @@ def reads_of(net: nn.Module, programs: list[Program], rows: int) -> set[str]:
 def test_a_further_run_reads_what_a_first_one_reads(name: str, changed: bool) -> None:
     """A run at a further size takes over the look that an earlier run has taken at the model, where it holds still."""
     case = CASES[name]
-    net, programs = Net(case.f, case.prepare), []
+    net, programs = Net(case.f, case.prepare), ModelPrograms()
     reads_of(net, programs, 8)
     if changed:
         case.change(net)
-    apart = [copy.copy(programs[0])]
-    apart[0].observation = apart[0].template = None
+    apart = ModelPrograms([copy.copy(programs[0])])
+    apart[0].template = None
     further, first = reads_of(net, programs, 6), reads_of(net, apart, 6)
     # The first run meets the class of a dataclass's fields as it reads them; the further run knows it before.
     assert first <= further and all(path.endswith("._field_type") for path in further - first)
@@ -519,7 +519,7 @@ def test_a_further_run_takes_over(
     for name in ("_look_at_all", "_take_over"):
         plain = getattr(Observation, name)
         monkeypatch.setattr(Observation, name, lambda *a, name=name, plain=plain: looks.append(name) or plain(*a))
-    net, programs = Net(lambda m, h: h * m.k * SCALE, lambda n: setattr(n, "k", 2.0)), []
+    net, programs = Net(lambda m, h: h * m.k * SCALE, lambda n: setattr(n, "k", 2.0)), ModelPrograms()
     reads_of(net, programs, 8)
     net.k, net.fc.weight = 3.0, nn.Parameter(torch.ones(8, 8, dtype=D))
     assert "net.k" in reads_of(net, programs, 6)
@@ -549,9 +549,9 @@ def by_many_names(m: Any, h: Tensor) -> Tensor:
 def test_names_decide_which_objects_are_found(
     names: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    net, programs = Net(by_many_names, None), []
+    net, programs = Net(by_many_names, None), ModelPrograms()
     reads_of(net, programs, 8)
-    observation = programs[0].observation
+    observation = programs.latest
     assert isinstance(observation, Observation) and observation.found_alike()
     monkeypatch.setitem(names, name, value)
     assert not observation.found_alike()

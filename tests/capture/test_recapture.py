@@ -22,7 +22,7 @@ from shardwright.capture import outlines, recapture
 from shardwright.capture.export import Recording, capture
 from shardwright.capture.graph_reader import GraphReader
 from shardwright.capture.outlines import Differs, Outline
-from shardwright.capture.recapture import Program
+from shardwright.capture.recapture import ModelPrograms, Program
 from shardwright.capture.regions import Applied
 from shardwright.graph import Form, form_of
 
@@ -50,7 +50,7 @@ def followed(captures, net, *calls, **given):
     Returns:
         For each of the others, True where its capture followed an earlier export.
     """
-    programs, follows = [], []
+    programs, follows = ModelPrograms(), []
     for args in calls:
         given_here = dict(given) | (args.pop() if isinstance(args, list) else {})
         del captures[:]
@@ -90,7 +90,7 @@ def test_a_graph_is_filled_into_an_earlier_one_where_numbers_alone_differ(forwar
             super().__init__()
             self.w = nn.Parameter(draw(8, 8))
 
-    Net.forward, net, programs, counted, read = forward, Net(), [], [], GraphReader.graph
+    Net.forward, net, programs, counted, read = forward, Net(), ModelPrograms(), [], GraphReader.graph
     monkeypatch.setattr(GraphReader, "graph", lambda reader: counted.append(1) or read(reader))
     for rows, expected in zip((3, 6, 5), reads):
         x = draw(rows, 8)
@@ -112,7 +112,7 @@ def test_two_programs_whose_templates_do_not_fit():
             h = self.fc(x)
             return self.head(torch.relu(h) if self.k > 2 else torch.sigmoid(h))
 
-    net, programs, x = Net(), [], draw(8, 8)
+    net, programs, x = Net(), ModelPrograms(), draw(8, 8)
     for k in (1, 4):
         net.k = k
         capture(net, (x,), programs=programs)
@@ -122,7 +122,7 @@ def test_two_programs_whose_templates_do_not_fit():
 
 
 def test_operators_of_equal_layers_share_a_form_at_further_sizes():
-    net, programs = Language(layers=3), []
+    net, programs = Language(layers=3), ModelPrograms()
     for rows in (4, 6):
         made = capture(net, (labels(rows * 8, 16).view(rows, 8),), programs=programs)
     forms = [form_of(op) for op in made.ops]
@@ -281,7 +281,7 @@ def test_a_light_run_gives_the_graph_of_an_export(case, captures):
 
 def test_a_state_of_the_model_that_changed_is_followed_too(captures):
     net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Tanh()).to(D)
-    x, programs = draw(6, 8), []
+    x, programs = draw(6, 8), ModelPrograms()
     capture(net, (x,), programs=programs)
     net[1].p, net[2].momentum = 0.25, 0.5
     assert followed(captures, net, (x,), (draw(4, 8),)) == [True]
@@ -302,7 +302,7 @@ def test_what_a_light_run_reads_is_guarded():
         def forward(self, x):
             return x * (self.long if len(x) > 4 else self.short)
 
-    net, programs, paths = Reads(), [], []
+    net, programs, paths = Reads(), ModelPrograms(), []
     for rows in (3, 6):
         recording = Recording()
         capture(net, (draw(rows, 8),), programs=programs, recording=recording)
@@ -466,14 +466,14 @@ def test_a_light_run_that_needs_elements_is_no_capture(captures):
     """An export raises: the model gets its error, though its code would go on without the elements."""
     net = Chooses(_caught)
     assert followed(captures, net, (draw(3, 8),), (draw(4, 8),)) == [True]
-    programs = []
+    programs = ModelPrograms()
     capture(net, (draw(3, 8),), programs=programs)
     made = capture(net, (draw(6, 8),), programs=programs)
     assert made == capture(net, (draw(6, 8),)) and len(programs) == 2
 
 
 def test_the_latest_branches_are_kept(captures):
-    net, programs = Chooses(lambda m, x, many: m.a(x) + sum(m.b(x) for _ in range(x.shape[0]))), []
+    net, programs = Chooses(lambda m, x, many: m.a(x) + sum(m.b(x) for _ in range(x.shape[0]))), ModelPrograms()
     for rows in (1, 2, 3, 4, 5, 2):
         capture(net, (draw(rows, 8),), programs=programs)
     assert captures.count("export") == 5 and len(programs) == 4
@@ -486,7 +486,7 @@ def test_the_latest_branches_are_kept(captures):
     [("operator", "calls aten.relu.default where it called aten.tanh"), ("module", "in another module than 'act'")],
 )
 def test_the_log_says_why_a_model_is_exported_anew(kind, reason, caplog):
-    net, programs = Chooses(DIFFERENT[kind]), []
+    net, programs = Chooses(DIFFERENT[kind]), ModelPrograms()
     with caplog.at_level(logging.INFO, "shardwright.capture"):
         for rows in (3, 4, 6):
             capture(net, (draw(rows, 8),), programs=programs)
@@ -498,7 +498,7 @@ def test_the_log_says_why_a_model_is_exported_anew(kind, reason, caplog):
 def test_a_mistake_in_a_recapture_is_no_reason_to_export_anew(owner, name, monkeypatch):
     """A method that was renamed, in code that an export does not use or has used before."""
     module, _, cls = owner.partition(".")
-    net, programs = Language(), []
+    net, programs = Language(), ModelPrograms()
     capture(net, (labels(32, 16).view(4, 8),), programs=programs)
     import importlib
 
@@ -525,7 +525,7 @@ def test_operators_of_one_form_are_called_once(called):
     """Further layers of a model are of the same forms."""
     counts = []
     for layers in (1, 4):
-        net, programs = Language(layers), []
+        net, programs = Language(layers), ModelPrograms()
         for rows in (4, 6, 8):
             for facts in outlines._FACTS.values():
                 facts.on_meta.clear()

@@ -16,7 +16,7 @@ from small_networks import D, draw
 from torch import nn
 
 import shardwright as sw
-from shardwright.capture.export import ModelAndLoss
+from shardwright.capture.module_calls import ModelAndLoss
 from shardwright.errors import PlanError, ShardwrightError
 from shardwright.layout import Layout
 from shardwright.pipeline.build import pipeline_plan

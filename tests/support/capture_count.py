@@ -12,13 +12,14 @@ __all__ = ["counted_captures"]
 
 
 def counted_captures(monkeypatch: Any = None) -> list[str]:
-    """A list that receives "export" and "light run" as models are captured, in order.
+    """A list that receives "export" and "light run" as models are captured, in order. No model follows another one's
+    program.
 
     Args:
         monkeypatch: puts everything back; None: it stays, in a process of its own.
     """
     seen: list[str] = []
-    module = import_module("shardwright.capture.export")
+    module, recapture = import_module("shardwright.capture.export"), import_module("shardwright.capture.recapture")
     export, run, check = torch.export.export, module.LightRun, module.check_again
 
     def exported(*args: Any, **kwargs: Any) -> Any:
@@ -36,6 +37,8 @@ def counted_captures(monkeypatch: Any = None) -> list[str]:
         del seen[before:]
 
     put = setattr if monkeypatch is None else monkeypatch.setattr
+    recapture._BY_STRUCTURE.clear()
+    put(recapture, "MOST_PROGRAMS", 0)
     put(torch.export, "export", exported)
     put(module, "LightRun", Run)
     put(module, "check_again", checked)

@@ -221,12 +221,14 @@ class StandIns:
         """True while the forward runs; other threads, of a data loader say, go on as ever."""
         return self._observer.running and threading.get_ident() == self._thread
 
-    # -- functions --
+    # -- functions that a module may keep: they hold no capture --
 
     def _clocks(self) -> Iterator[tuple[object, str, Callable[..., _Function]]]:
+        inside = _inside_of(self)
+
         def ahead(by: float, plain: Callable[[], float]) -> _Function:
             def clock() -> float:
-                return plain() + (by if self._inside() and is_users(_caller()) else 0)
+                return plain() + (by if inside() and is_users(_caller()) else 0)
 
             return clock
 
@@ -235,10 +237,13 @@ class StandIns:
             yield time, f"{name}_ns", functools.partial(ahead, int(LATER * 1e9))
 
     def _copies(self) -> Iterator[tuple[object, str, Callable[..., _Function]]]:
+        inside = _inside_of(self)
+
         def copies(plain: _Function) -> _Function:
             def call(x: object, *args: object, **kwargs: object) -> object:
-                if self._inside() and by_user():
-                    self._observer.asked(x, "__dict__")
+                observer = inside()
+                if observer is not None and by_user():
+                    observer.asked(x, "__dict__")
                 return plain(x, *args, **kwargs)
 
             return call
@@ -247,10 +252,12 @@ class StandIns:
         yield copy, "deepcopy", copies
 
     def _refused(self) -> Iterator[tuple[object, str, Callable[..., _Function]]]:
+        inside = _inside_of(self)
+
         def refused(name: str, seeded: bool, plain: _Function) -> _Function:
             def call(*args: object, **kwargs: object) -> object:
                 seed = next(iter((*args, *kwargs.values())), None)
-                if self._inside() and by_user() and not (seeded and seed is not None):
+                if inside() and by_user() and not (seeded and seed is not None):
                     raise CaptureError(
                         f"the forward calls {name}"
                         + (" without a seed" if seeded else "")
@@ -329,8 +336,13 @@ class StandIns:
 
     @contextlib.contextmanager
     def put(self) -> Iterator[None]:
-        """Put stand-ins in place of the functions of Python's library, while the context is active."""
+        """Put stand-ins in place of the functions of Python's library, while the context is active.
+
+        A module that is imported meanwhile (``from copy import deepcopy``) gets the functions at the end. One that is
+        written in C keeps a stand-in, which holds nothing of the capture.
+        """
         with contextlib.ExitStack() as stack:
+            stack.callback(_put_back_in_modules, frozenset(sys.modules))
             places = [(time, n) for n in (*_CLOCKS, *(f"{n}_ns" for n in _CLOCKS))] if self._later else []
             places += [(os, "urandom"), (uuid, "uuid1"), (uuid, "uuid4"), (copy, "copy"), (copy, "deepcopy")]
             places += [(secrets, n) for n in vars(secrets)]
@@ -399,6 +411,30 @@ class StandIns:
 
         stand_ins: dict[str, _Function] = {"__getitem__": read, "__iter__": each}
         return stand_ins.get(name, write)
+
+
+def _inside_of(stand_ins: StandIns) -> Callable[[], Observer | None]:
+    """A function that gives the observer while the forward runs, and keeps no capture alive."""
+    reference = weakref.ref(stand_ins)
+
+    def inside() -> Observer | None:
+        found = reference()
+        return found._observer if found is not None and found._inside() else None
+
+    return inside
+
+
+def _put_back_in_modules(known: frozenset[str]) -> None:
+    """Put functions back where modules have imported their stand-ins.
+
+    Args:
+        known: the names of the modules that were there before the stand-ins.
+    """
+    for name in sys.modules.keys() - known:
+        names = getattr(sys.modules.get(name), "__dict__", {})
+        for key, value in [*names.items()]:
+            if type(value) is types.FunctionType and hasattr(value, _REPLACED):
+                names[key] = original_of(value)
 
 
 #: Builtin functions that have stand-ins in files of the user.

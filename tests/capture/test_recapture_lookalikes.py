@@ -1,0 +1,178 @@
+"""Models of one structure: a further one follows the program of an earlier one, and its graph is that of its export."""
+
+import gc
+import logging
+import time
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from capture_count import counted_captures
+from small_networks import D, draw, labels
+from test_recapture import Language, same
+from torch import nn
+
+import shardwright as sw
+from shardwright.capture import recapture
+from shardwright.capture.export import capture
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    return counted_captures(monkeypatch)
+
+
+@pytest.fixture
+def lent(monkeypatch):
+    """Models follow the programs of earlier ones, as a user's do."""
+    recapture._BY_STRUCTURE.clear()
+    monkeypatch.setattr(recapture, "MOST_PROGRAMS", 4)
+    yield
+    recapture._BY_STRUCTURE.clear()
+
+
+@pytest.fixture
+def shared(captures, lent):
+    """The captures, likewise."""
+    return captures
+
+
+def exported_alone(net, args, **given):
+    """The graph of an export, whatever was captured before."""
+    earlier = dict(recapture._BY_STRUCTURE)
+    recapture._BY_STRUCTURE.clear()
+    graph = capture(net, args, **given)
+    recapture._BY_STRUCTURE.update(earlier)
+    return graph
+
+
+class Lookalike(nn.Module):
+    def __init__(self, f, k=2.0):
+        super().__init__()
+        self.a, self.b, self.f, self.k = nn.Linear(8, 8, dtype=D), nn.Linear(8, 8, dtype=D), f, k
+
+    def forward(self, x):
+        return self.f(self, self.b(torch.relu(self.a(x))))
+
+
+def times(m, x):
+    return x * m.k
+
+
+def timed(m, x):
+    return x * float(time.time() > m.k)
+
+
+#: Models of one structure, whose forwards or states differ.
+LOOKALIKES = {
+    "another number": lambda: Lookalike(times, 3.0),
+    "a number of another type": lambda: Lookalike(times, 3),
+    "a tensor in the place of a number": lambda: Lookalike(times, torch.tensor(2.0, dtype=D)),
+    "another operator": lambda: Lookalike(lambda m, x: x + m.k),
+    "the same operator at another line": lambda: Lookalike(lambda m, x: x * m.k),
+    "another module": lambda: Lookalike(lambda m, x: m.a(x) * m.k),
+    "more operators": lambda: Lookalike(lambda m, x: (x * m.k).exp()),
+    "fewer operators": lambda: Lookalike(lambda m, x: x),
+    "a value of its own": lambda: Lookalike(lambda m, x: x * torch.full_like(x, m.k)),
+    "a constant": lambda: Lookalike(lambda m, x: x * torch.tensor(m.k, dtype=D)),
+    "the state of python": lambda: Lookalike(lambda m, x: x * m.k * len(m.__dict__)),
+    "a result twice": lambda: Lookalike(lambda m, x: (x * m.k, x)),
+    "a branch on a size": lambda: Lookalike(lambda m, x: times(m, x) if len(x) > 4 else x.tanh()),
+    "frozen": lambda: Lookalike(times).requires_grad_(False),
+    "partly frozen": lambda: (lambda m: m.a.requires_grad_(False) and m)(Lookalike(times)),
+    "tied": lambda: (lambda m: setattr(m.b, "weight", m.a.weight) or m)(Lookalike(times)),
+    "exchanged": lambda: (lambda m: setattr(m, "a", m._modules.pop("b")) or setattr(m, "b", nn.Linear(8, 8)) or m)(
+        Lookalike(times)
+    ).to(D),
+    "in evaluation": lambda: Lookalike(times).eval(),
+    "float32": lambda: Lookalike(times).float().to(D),
+    "marked": lambda: (lambda m: setattr(m, "b", sw.shard(m.b, ((2, 1), (2, 1)))) or m)(Lookalike(times)),
+    "no bias": lambda: (lambda m: m.b.register_parameter("bias", None) or m)(Lookalike(times)),
+    "hooked": lambda: (lambda m: m.a.register_forward_hook(lambda *_: _[2].neg()) and m)(Lookalike(times)),
+}
+
+
+def test_a_model_of_the_same_structure_follows_the_program_of_an_earlier_one(shared):
+    """The earlier one may be gone, and no tensor of it is kept."""
+    net = Lookalike(times)
+    gone, before = weakref.ref(net), exported_alone(net, (draw(6, 8),))
+    capture(net, (draw(6, 8),))
+    del net
+    gc.collect()
+    assert gone() is None
+    del shared[:]
+    other = Lookalike(times, 3.0)
+    made = capture(other, (draw(4, 8),))
+    assert shared == ["light run"] and "3.0" in str([op.args for op in made.ops])
+    same(made, exported_alone(other, (draw(4, 8),)))
+    assert [op.source for op in made.ops] == [op.source for op in before.ops]
+
+
+@pytest.mark.parametrize("rows", [3, 6])
+def test_the_graph_of_a_lookalike_is_that_of_its_export(shared, rows):
+    """All after one another, so that each meets the programs of those before."""
+    for name, case in [("plain", partial(Lookalike, times)), *LOOKALIKES.items()] * 2:
+        net, x = case(), draw(rows, 8)
+        same(capture(net, (x,)), exported_alone(net, (x,)))
+        for one, other in zip(exported_alone(net, (x,)).constants.values(), capture(net, (x,)).constants.values()):
+            assert one is other or torch.equal(one, other), name
+    assert shared.count("light run") > len(LOOKALIKES)
+
+
+def test_a_model_of_torchs_modules_has_the_line_of_its_own_call(lent, caplog):
+    """A program of another line is not tried."""
+    caplog.set_level(logging.INFO, "shardwright.capture")
+    made = [nn.Sequential(nn.Linear(8, 8, dtype=D), nn.ReLU()) for _ in range(3)]
+    first = capture(made[0], (draw(3, 8),))
+    second = capture(made[1], (draw(3, 8),))
+    assert first.ops[0].source != second.ops[0].source
+    assert [len(programs) for programs in recapture._BY_STRUCTURE.values()] == [2]
+    third = [capture(net, (draw(3, 8),)) for net in made]
+    assert [len(programs) for programs in recapture._BY_STRUCTURE.values()] == [3]
+    assert len({graph.ops[0].source for graph in third}) == 1 and not caplog.records
+
+
+@pytest.mark.parametrize("loss", [lambda y, t: (y - t).square().mean(), lambda y, t: (y - t).abs().mean()])
+def test_losses_are_told_apart(shared, loss):
+    for one in (loss, lambda y, t: (y - t).square().sum(), loss, nn.MSELoss(), nn.MSELoss(reduction="sum")):
+        net = Lookalike(times)
+        args = draw(3, 8), draw(3, 8)
+        same(capture(net, args, loss_fn=one), exported_alone(net, args, loss_fn=one))
+
+
+def test_a_program_with_a_constant_is_that_of_its_model_alone(shared):
+    """A constant may be a tensor of the model, which a user changes in place."""
+    for k in (2.0, 3.0):
+        net = Lookalike(times, torch.tensor(k, dtype=D))
+        (constant,) = capture(net, (draw(3, 8),)).constants.values()
+        assert constant is net.k or constant.item() == k
+    assert shared.count("export") == 2 and not recapture._BY_STRUCTURE
+
+
+def test_a_further_model_has_a_second_run_too(shared):
+    """What changes by itself is found in each model."""
+    capture(Lookalike(timed, 0.0), (draw(3, 8),))
+    del shared[:]
+    capture(Lookalike(timed, 0.0), (draw(3, 8),))
+    assert shared == ["light run"]
+    with pytest.raises(sw.CaptureError, match="a value changes by itself"):
+        capture(Lookalike(timed, time.time() + 60), (draw(3, 8),))
+
+
+def test_programs_of_all_models_have_a_limit(shared, monkeypatch):
+    monkeypatch.setattr(recapture, "MOST_NODES", 50)
+    for length in range(30, 36):
+        capture(Language(length=length), (labels(32, 16).view(4, 8),))
+    assert len(recapture._BY_STRUCTURE) == 1
+
+
+@pytest.mark.parametrize("mode", ["data_parallel", "dynamic_programming"])
+def test_a_model_that_is_planned_in_a_further_mode_is_not_exported(shared, mode):
+    net, x = Lookalike(times), draw(8, 8)
+    alone = sw.plan(net, (x,), parallel_mode=mode, devices=4)
+    recapture._BY_STRUCTURE.clear()
+    sw.plan(net, (x,), parallel_mode="stand_alone", devices=1)
+    del shared[:]
+    plan = sw.plan(net, (x,), parallel_mode=mode, devices=4)
+    assert shared == ["light run"] and str(plan) == str(alone)
