@@ -480,6 +480,10 @@ class AutoParallel(ProgramCache, nn.Module):
         find = optimizer_finder(part for _, part in module.tables)
         for one in [plan] if isinstance(plan, Plan) else [stage.plan for stage in plan.stages]:
             one.count_optimizer(find)
+        if before is None and runtime.processes and isinstance(plan, PipelinePlan):
+            from ..runtime.distributed.parameters import check_stages  # noqa: PLC0415  imports DTensor
+
+            check_stages(module, plan)
         followers = Followers(self) if before is None else None
         program = make_program(
             plan,
@@ -508,6 +512,10 @@ class AutoParallel(ProgramCache, nn.Module):
         self._place, self._where = place_of(module), runtime.device
         self._stays = not runtime.processes and not runtime.chosen
         if before is None:
+            if runtime.processes:
+                from ..runtime.distributed.parameters import note_plan  # noqa: PLC0415  imports DTensor
+
+                note_plan(module, plan)
             self._note_parameters()
             watch_steps(self.net)
             self._stored = {name: parameter.storage for name, parameter in plan.parameters.items()}

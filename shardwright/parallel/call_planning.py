@@ -127,7 +127,8 @@ class CallPlanning(SettingMethods):
         try:
             self._check_wrapper(self._wrapper)
             check_inside(self.net)
-            retyped = None if before is None or not parts else before.guards.retyped()
+            latest = next(reversed(self._programs.values()), None)
+            retyped = None if latest is None or not parts else latest.guards.retyped()
             if retyped is not None:
                 raise SettingError(
                     f"{retyped}: after the first call in several processes, parameters keep their dtypes and shapes, "
@@ -136,11 +137,11 @@ class CallPlanning(SettingMethods):
                 )
             if runs:
                 check_values((args, kwargs))
-            stored = self._stored
-            if before is None and parts and stored is None:
-                from ..runtime.distributed.parameters import stored_layouts  # noqa: PLC0415  in processes alone
+            stored, used = self._stored, self._used
+            if before is None and parts and (stored is None or self._programs):
+                from ..runtime.distributed.parameters import stored_layouts, used_layouts  # noqa: PLC0415  in processes alone
 
-                stored = stored_layouts(module)
+                stored, used = stored_layouts(module), used_layouts(module) if self._programs else None
             if runtime.processes and before is None and not stored:
                 device_of(self.net, self.loss_fn)  # an error where it is on several
             check_mode(module, settings.parallel_mode)
@@ -227,7 +228,7 @@ class CallPlanning(SettingMethods):
                     automatic=automatic,
                     earlier=earlier,
                     stored=stored,
-                    used=self._used,
+                    used=used,
                     whole=whole,
                     searcher=searcher,
                 )
@@ -240,7 +241,7 @@ class CallPlanning(SettingMethods):
                     own=own,
                     earlier=() if hybrid else self._earlier(Plan),
                     stored=stored,
-                    used=self._used,
+                    used=used,
                     whole=whole,
                     searcher=searcher,
                 )
@@ -303,14 +304,18 @@ class CallPlanning(SettingMethods):
     def _before(self) -> StepProgram | PipelineProgram | None:
         """The model's latest program, which tells how its parameters are stored.
 
-        None where there is no program, or where parameters or submodules were replaced since in a single process,
-        which stores parameters whole.
+        None where there is no program, or where parameters or submodules were replaced since. In several processes
+        the parameters that stay keep their slices then, and new ones are cut as at a first call.
         """
         before = next(reversed(self._programs.values()), None)
-        if before is None or before.sharded is not None or not before.guards.parts_changed():
+        if before is None or not before.guards.parts_changed():
             return before
-        self._stored = self._used = None
-        return None
+        if before.sharded is None:
+            self._stored = self._used = None
+            return None
+        now = dict(ModelAndLoss(self.net, self.loss_fn).named_parameters())
+        known = self._own_parameters
+        return before if now.keys() == known.keys() and all(known[n] is p for n, p in now.items()) else None
 
     def _earlier(self, kind: type[Earlier]) -> list[Earlier]:
         """Plans of one kind, the latest first: candidates for the plan of the same model at other sizes."""

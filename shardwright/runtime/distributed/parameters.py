@@ -21,6 +21,8 @@ from ...capture.hybrid_models import is_own
 from ...errors import SettingError
 from ...layout import Layout
 from ...partition.padded_dims import true_slice
+from ...pipeline.pipeline_plan import PipelinePlan, StageParameter
+from ...sharded_plan import Plan
 from ..deferred_init import materialize, substitute
 from ..optimizer_guard import step_through
 from ..replaced_parameters import replace_noted, stand_for_successor
@@ -31,11 +33,64 @@ from .parameter_hooks import carry_over, leaf_of_slice
 from .process_groups import ProcessGroups, group_of_ranks
 from .sliced_tensors import SlicedTensor
 
-__all__ = ["ParameterPlacement", "ShardedState", "stored_layouts"]
+__all__ = ["ParameterPlacement", "ShardedState", "check_stages", "note_plan", "stored_layouts", "used_layouts"]
+
+#: Attribute of a parameter that a plan has placed: a `_Planned`.
+_PLANNED = "_shardwright_planned"
+
+
+class _Planned(NamedTuple):
+    """The place of a parameter in a plan, the same on every rank.
+
+    Attributes:
+        storage: the layout in which it is stored.
+        used: the layout in which its operators consume it.
+        first_rank: the first rank of its stage in a pipeline; None: all ranks have it.
+    """
+
+    storage: Layout
+    used: Layout
+    first_rank: int | None
+
+
+def note_plan(holder: nn.Module, plan: Plan | PipelinePlan) -> None:
+    """Note the places of sharded parameters, for a later plan of a model that has changed: it may call them by other
+    names."""
+    for name, parameter in holder.named_parameters():
+        place = plan.parameters.get(name)
+        if place is not None and isinstance(parameter, DTensor):
+            first = place.ranks.start if isinstance(place, StageParameter) else None
+            setattr(parameter, _PLANNED, _Planned(place.storage, place.layout, first))
+
+
+def used_layouts(holder: nn.Module) -> dict[str, Layout] | None:
+    """The layouts in which the latest plan's operators consume parameters that are sharded already, by name; None: no
+    parameter is."""
+    planned = {name: getattr(p, _PLANNED) for name, p in holder.named_parameters() if hasattr(p, _PLANNED)}
+    return {name: place.used for name, place in planned.items()} or None
+
+
+def check_stages(holder: nn.Module, plan: PipelinePlan) -> None:
+    """Check that a pipeline of a changed model keeps the parameters that it had on their ranks.
+
+    Raises:
+        SettingError: on every rank alike, a parameter that would move to another stage's ranks.
+    """
+    for name, parameter in holder.named_parameters():
+        before, now = getattr(parameter, _PLANNED, None), plan.parameters.get(name)
+        if before is None or now is None or before.first_rank is None or before.first_rank == now.ranks.start:
+            continue
+        raise SettingError(
+            f"the parameter {name!r} was planned on the ranks from {before.first_rank} on, and in the changed model "
+            f"its stage {now.stage} runs on those from {now.ranks.start} on: its slices and optimizer state would "
+            "have to move to other ranks",
+            legal="set_stage or stage_config with the stages that its modules had; save_checkpoint, and "
+            "load_checkpoint into the changed model in a new run",
+        )
 
 
 def stored_layouts(holder: nn.Module) -> dict[str, Layout]:
-    """The layouts of parameters that an earlier wrapper of the model has cut already, by name.
+    """The layouts of parameters that an earlier plan of the model, or another wrapper, has cut already, by name.
 
     Raises:
         SettingError: a parameter is a DTensor that some other library made.
@@ -43,7 +98,8 @@ def stored_layouts(holder: nn.Module) -> dict[str, Layout]:
     out = {}
     for name, parameter in holder.named_parameters():
         if isinstance(parameter, DTensor):
-            layout = layout_of(parameter)
+            planned: _Planned | None = getattr(parameter, _PLANNED, None)
+            layout = layout_of(parameter) if planned is None else planned.storage
             if layout is None:
                 raise SettingError(
                     f"the parameter {name!r} is a DTensor already: {parameter.placements}",
@@ -111,7 +167,7 @@ class ShardedState:
             return to_dtensor(local, place.layout, tuple(whole.shape), place.groups)
 
         def keep(name: str, old: Tensor, whole: Tensor) -> Tensor | None:
-            if isinstance(old, DTensor):  # another wrapper of the model has cut it
+            if isinstance(old, DTensor):  # an earlier plan, or another wrapper of the model, has cut it
                 if whole_shape(old) != old.shape:
                     assert isinstance(old, nn.Parameter)
                     self.absent[name] = old
