@@ -22,7 +22,6 @@ which the watchdog's verdict names.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import traceback
@@ -38,7 +37,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ...capture.annotations import CUT, whole_shape
 from ...capture.source_lines import user_frame
-from ...errors import SettingError
+from ...errors import SettingError, ShardwrightError
 from ...partition.padded_dims import true_slice
 from ...torch_private import PARAMETER, DisableTorchFunctionSubclass, local_tensor, pytree, set_local_tensor, spec_of
 from .dtensors import ELSEWHERE, gathered_as, layout_of, padded_slice, with_values
@@ -101,6 +100,9 @@ _ALIASES = "_shardwright_aliases"
 #: Errors of DTensor's where it has no way to compute a function on slices. It raises them before it computes, so the
 #: function is then computed of the whole; what is wrong for the whole too raises there, in torch's own words.
 _FAILURES = (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError, IndexError, KeyError)
+
+#: Gloo's errors of a closed connection and of a timeout are plain RuntimeErrors; each names the file of Gloo's.
+_GLOO = "gloo/"
 
 _ON_ALL = "`with model.whole() as net:`, which has whole parameters on every rank"
 
@@ -291,7 +293,9 @@ def _called(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     try:
         with waiting(_COMPUTING), DisableTorchFunctionSubclass():
             result = function(*own_args, **own_kwargs)
-    except _FAILURES:
+    except _FAILURES as error:
+        if _is_broken(error):
+            raise
         if not is_view or len(tensors) > 1 or any(isinstance(x, list) for x in args):
             return _on_whole(function, args, kwargs)
         with DisableTorchFunctionSubclass():  # a view of a copy that each rank has whole
@@ -304,6 +308,11 @@ def _called(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
                 _marked(part, PartCopy if copied else SlicedTensor)
         return result
     return _marked(result)
+
+
+def _is_broken(error: Exception) -> bool:
+    """True where messages between ranks have failed, and the error is none of DTensor's about a function."""
+    return isinstance(error, (dist.DistError, ShardwrightError)) or _GLOO in str(error)
 
 
 def _backward(
@@ -568,8 +577,12 @@ def _changed(function: Any, name: str, target: Any, args: tuple[Any, ...], kwarg
                 function(*local, **kwargs)
             return _written(target)
     if all(isinstance(x, DTensor) or not x.dim() for x in tensors):
-        with contextlib.suppress(*_FAILURES), waiting(_COMPUTING), DisableTorchFunctionSubclass():
-            return _marked(function(*args, **kwargs))
+        try:
+            with waiting(_COMPUTING), DisableTorchFunctionSubclass():
+                return _marked(function(*args, **kwargs))
+        except _FAILURES as error:
+            if _is_broken(error):
+                raise
     return _changed_on_whole(function, target, args, kwargs)
 
 

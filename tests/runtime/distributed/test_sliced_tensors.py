@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from one_device import close
 from ranks import run_ranks, run_scenarios
 from torch import Tensor, nn
@@ -481,6 +482,83 @@ def dims_that_ranks_do_not_divide(rank: int, world: int) -> None:
             each[0].weight.renorm_(2, 0, 0.3)
             each[0].weight[1:4] = 0.5
     close(gathered(net[0].weight.detach()), one[0].weight.detach())
+
+
+@scenario
+def a_broken_connection_is_no_reason_to_compute_the_whole(rank: int, world: int) -> None:
+    net, _, _ = begun()
+    for error in (
+        dist.DistBackendError("closed"),
+        dist.DistNetworkError("closed"),
+        RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer"),
+    ):
+        calls = []
+
+        def fails(*args: Tensor, error: Exception = error) -> None:
+            calls.append(args)
+            raise error
+
+        def fails_(*args: Tensor, error: Exception = error) -> None:
+            calls.append(args)
+            raise error
+
+        for function in (fails, fails_):
+            calls.clear()
+            with torch.no_grad(), pytest.raises(type(error), match="closed"):
+                torch.overrides.handle_torch_function(function, (net[0].weight,), net[0].weight)
+            assert len(calls) == 1, function
+
+
+#: Rows, a column, a matrix and indices of a seed; functions that write to a parameter of (8, 8).
+ROW, COLUMN, MATRIX = X[3][0], X[3][:, :1], X[2]
+AT = torch.tensor([1, 6])
+IN_PLACE: dict[str, Callable[[Tensor], Any]] = {
+    "addmm_": lambda p: p.addmm_(p.detach().clone(), p.detach().clone()),
+    "add_ of the transposed": lambda p: p.add_(p.detach().t().clone()),
+    "mul_ by a row": lambda p: p.mul_(ROW),
+    "mul_ by a column": lambda p: p.mul_(COLUMN),
+    "cumsum_ along rows": lambda p: p.cumsum_(0),
+    "cumsum_ along columns": lambda p: p.cumsum_(1),
+    "tril_": lambda p: p.tril_(),
+    "sub_ of norms": lambda p: p.sub_(p.detach().norm(dim=0)),
+    "div_ by norms": lambda p: p.div_(p.detach().norm(dim=1, keepdim=True)),
+    "index_add_": lambda p: p.index_add_(0, AT, MATRIX[:2]),
+    "index_fill_": lambda p: p.index_fill_(0, AT, 3.0),
+    "masked_fill_": lambda p: p.masked_fill_(MATRIX > 0, 0.5),
+    "clamp_": lambda p: p.clamp_(min=p.detach().mean()),
+    "add_ of the sum": lambda p: p.add_(p.detach().sum()),
+    "add_ of sums": lambda p: p.add_(p.detach().sum(0)),
+    "addcmul_": lambda p: p.addcmul_(MATRIX, p.detach().mean(0)),
+    "lerp_": lambda p: p.lerp_(MATRIX, 0.3),
+    "fill_diagonal_": lambda p: p.fill_diagonal_(7.0),
+    "copy_ of the sorted": lambda p: p.copy_(p.detach().sort(0).values),
+    "renorm_": lambda p: p.renorm_(2, 0, 0.5),
+    "addr_": lambda p: p.addr_(ROW, ROW),
+    "scatter_": lambda p: p.scatter_(0, torch.zeros(1, 8, dtype=torch.long), 1.0),
+    "copy_ of a row": lambda p: p.copy_(ROW),
+    "copy_ of sums": lambda p: p.copy_(p.detach().sum(0)),
+    "copy_ of the flipped": lambda p: p.copy_(p.detach().flip(0)),
+    "add_ of the rolled": lambda p: p.add_(p.detach().roll(1, 0)),
+}
+
+
+@scenario
+def functions_that_write(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8, dtype=D), nn.ReLU(), nn.Linear(8, 8, dtype=D))
+    one = copy.deepcopy(net)
+    sw.init()
+    sw.shard(net[0], ((1, 1), (2, 1)))
+    sw.shard(net[2], ((1, 2), (1, 2)))
+    sw.AutoParallel(net).dataset_strategy("full_batch")(X[0])
+    assert net[0].weight.to_local().shape == (4, 8) and net[2].weight.to_local().shape == (8, 4)
+    for k in (0, 2):  # cut by rows, by columns
+        for name, write in IN_PLACE.items():
+            for n in (net, one):
+                with torch.no_grad():
+                    n[k].weight.copy_(X[1])
+                    write(n[k].weight)
+            close(gathered(net[k].weight.detach()), one[k].weight.detach(), name)
 
 
 @pytest.fixture(scope="module")
