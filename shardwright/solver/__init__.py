@@ -6,6 +6,7 @@ No module of the solver knows of operators, layouts or devices.
     solve                the entry points, without and with a limit; the least limit that can be kept
     presolve             states and nodes that need not be searched; contradictions
     elimination          the exact least cost, node by node
+    joint_minima         least entries of large joints of tables, for the elimination
     tree_reweighted      bounds and states where elimination is too large (TRW-S)
     anytime              the search that improves on them within its budget
     memory_rows          the moments at which a limit matters; states within the limit, spliced

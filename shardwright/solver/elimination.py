@@ -40,6 +40,7 @@ from typing import overload
 import numpy as np
 
 from ..identity_tables import IdentityCache
+from .joint_minima import BLOCK, by_group, by_state
 from .search_memory import OutOfBudgetError, current
 
 # fmt: off
@@ -322,7 +323,6 @@ def elimination_order(
 
 # -- tables made of tables --
 
-BLOCK = 2**14  # entries of the result made at once, where it is made state by state: 128 KiB; measured
 AT_ONCE = 2**18  # entries of a joint up to which it is made at once, not state by state: 2 MiB; measured
 
 
@@ -426,7 +426,7 @@ def _least(parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int, facts
     if len(tables) == 1:
         return tables[0].min(axis=0)
     if sparse is not None:
-        return _by_group(tables, dims, max(scope), sparse)
+        return by_group(tables, dims, max(scope), sparse)
     whole = np.broadcast_shapes(*(table.shape for table in tables))
     if math.prod(whole) <= AT_ONCE:
         joint = tables[0]
@@ -437,54 +437,7 @@ def _least(parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int, facts
     rows = max(1, BLOCK // math.prod(whole[2:]))
     for first in range(0, whole[1], rows):
         part = slice(first, first + rows)
-        _by_state([table if table.shape[1] == 1 else table[:, part] for table in tables], least[part])
-    return least
-
-
-def _by_state(tables: Sequence[np.ndarray], least: np.ndarray) -> None:
-    """Write the least of a joint over its first dim, state by state, into `least`.
-
-    Args:
-        tables: two or more, the smallest first.
-        least: the result.
-    """
-    joint = np.empty(least.shape)
-    for state in range(max(len(table) for table in tables)):
-        part = tables[0][state]
-        for table in tables[1:-1]:
-            part = part + table[state]
-        if state == 0:
-            np.add(part, tables[-1][state], out=least)
-        else:
-            np.minimum(least, np.add(part, tables[-1][state], out=joint), out=least)
-
-
-def _by_group(tables: Sequence[np.ndarray], dims: int, dim: int, which: np.ndarray) -> np.ndarray:
-    """The least of a joint over its first dim, state by state of a dim that allows few states of the first.
-
-    Args:
-        tables: of `dims` + 1 dims; each dim has its full size or size one.
-        dims: the number of dims of the result.
-        dim: that dim of the result.
-        which: the table of the first dim and that one.
-    """
-    shape = np.broadcast_shapes(*(table.shape for table in tables))
-    least = np.empty(shape[1:])
-    finite = np.isfinite(which).reshape(which.shape[0], -1)
-    at: tuple[slice | int, ...] = (slice(None),) * (dim + 1)
-    for state in range(finite.shape[1]):
-        rows = np.flatnonzero(finite[:, state])
-        if not len(rows):
-            least[(*at[1:], state)] = np.inf
-            continue
-        parts = []
-        for table in tables:
-            part = table if table.shape[dim + 1] == 1 else table[(*at, slice(state, state + 1))]
-            parts.append(part if part.shape[0] == 1 else part[rows])
-        joint = parts[0]
-        for part in parts[1:]:
-            joint = joint + part
-        least[(*at[1:], slice(state, state + 1))] = joint.min(axis=0)
+        by_state([table if table.shape[1] == 1 else table[:, part] for table in tables], least[part])
     return least
 
 
