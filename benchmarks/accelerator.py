@@ -62,6 +62,7 @@ from shardwright.runtime.distributed.rank_executor import BoundRedistribute
 LAYERS, LENGTH, VOCABULARY, WIDTH, BATCH, RANKS = 8, 16, 64, 64, 8, 8
 #: Units of `torch.add` that a redistribution may take, and the ratio to eager of a step with marks.
 ADDS, STEP = 20, 1.3
+EMPTY = "a call of torch.autograd.grad itself"
 #: The most, on an accelerator: a step on one device against plain PyTorch, exact dropout against torch's, the part of a
 #: save that its call takes.
 ALONE, DROPOUT, SAVE = 1.01, 1.5, 0.05
@@ -194,14 +195,29 @@ def units(device: torch.device, times: int, run: Callable[[], Any]) -> float:
     return median(ratios)
 
 
+def less(device: torch.device, times: int, run: Callable[[], Any], empty: Callable[[], Any]) -> float:
+    """Host time of `run` less that of `empty` in units of `torch.add`, in turns: the median of 15 ratios."""
+    z = torch.ones(64, 64, device=device)
+    ratios = []
+    for _ in range(15):
+        add = host_seconds(lambda: torch.add(z, z), times)
+        ratios.append((host_seconds(run, times) - host_seconds(empty, times)) / add)
+    return median(ratios)
+
+
 def redistributions(device: torch.device, times: int) -> dict[str, float]:
-    """Kind -> host time in units of `torch.add`: a forward with a gradient to come; half of a forward and backward."""
+    """Kind -> host time in units of `torch.add`: a forward with a gradient to come; half of both directions, less
+    a call of `torch.autograd.grad` in which nothing is computed: a step has one, however many redistributions it has.
+    """
     in_adds = partial(units, device, times)
     groups = ProcessGroups(RANKS, 3)
     rows, columns = Layout.from_cuts(RANKS, (8, 1)), Layout.from_cuts(RANKS, (1, 8))
     whole = Layout.replicated(RANKS, 2)
     terms = whole.with_partial((Digit(RANKS, 1),))
-    out = {}
+    leaf = torch.ones(64, 64, device=device, requires_grad=True)
+    ones = torch.ones_like(leaf)
+    empty = lambda: torch.autograd.grad(leaf, leaf, ones)
+    out = {EMPTY: in_adds(empty)}
     for name, source, target in (
         ("all_gather", rows, whole),
         ("all_to_all", rows, columns),
@@ -216,7 +232,8 @@ def redistributions(device: torch.device, times: int) -> dict[str, float]:
         gradient = torch.ones_like(moved(x))
         both = lambda x=x, moved=moved, gradient=gradient: torch.autograd.grad(moved(x), x, gradient)
         out[f"{name}, forward"] = in_adds(lambda x=x, moved=moved: moved(x))
-        out[f"{name}, half of both directions"] = in_adds(both) / 2
+        out[f"{name}, half of both directions"] = less(device, times, both, empty) / 2
+        out[f"{name}, half of both directions and the call"] = in_adds(both) / 2
     return out
 
 
@@ -234,7 +251,7 @@ def redistributions_of_dtensors(device: torch.device, times: int) -> dict[str, f
         gradient = torch.ones_like(move()).detach()
         both = lambda x=x, move=move, gradient=gradient: torch.autograd.grad(move(), x, gradient)
         out[f"{name}, forward"] = units(device, times, move)
-        out[f"{name}, half of both directions"] = units(device, times, both) / 2
+        out[f"{name}, half of both directions and the call"] = units(device, times, both) / 2
     return out
 
 
@@ -360,7 +377,8 @@ def main() -> int:
     results = Results()
     with rank_of_eight(rank=3), contextlib.redirect_stdout(sys.stderr):
         for name, units in redistributions(device, times).items():
-            results.figures.append(Figure("units of torch.add", name, Spread.of([units]), at_most=ADDS))
+            most = None if name == EMPTY else ADDS
+            results.figures.append(Figure("units of torch.add", name, Spread.of([units]), at_most=most))
         for name, units in redistributions_of_dtensors(device, times // 5).items():
             results.figures.append(Figure("units of torch.add", f"DTensor: {name}", Spread.of([units])))
         steps = dict(contenders(device))

@@ -16,13 +16,17 @@ import shardwright as sw
 from shardwright.capture.export import capture
 from shardwright.checkpoint.stored_checkpoint import StoredTensors
 
+TUTORIALS = ("operator_objects", "operator_functional", "layout_objects", "layout_functional")
 CASES = [
     *(
-        f"{tutorial}{built}"
-        for tutorial in ("operator_objects", "operator_functional", "layout_objects", "layout_functional")
-        for built in ("", ", built on the CPU")
+        f"{model}, {built}, inputs on {inputs}, {dataset}"
+        for model in (*TUTORIALS, "README", "llama", "resnet")
+        for built, inputs, dataset in (
+            *(("late", "cpu", "full_batch"), ("late", "device", "data_parallel"), ("late", "cpu", "tuples")),
+            *(("cpu", "device", "full_batch"), ("cpu", "cpu", "data_parallel"), ("cpu", "device", "tuples")),
+            *(("moved", "cpu", "full_batch"), ("moved", "device", "data_parallel"), ("moved", "cpu", "tuples")),
+        )
     ),
-    *(f"{model} {built}" for model in ("README,", "llama", "resnet") for built in ("late", "cpu")),
     *("resnet, batch norms of the whole batch", "resnet50 of torchvision"),
     *(f"attention with fast dropout, {built}" for built in ("late", "cpu")),
     *("sharding_propagation", "recursive_programming", "dynamic_programming"),

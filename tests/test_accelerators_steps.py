@@ -25,6 +25,7 @@ CASES = [
     ),
     *(f"made inside, {built}, inputs on {inputs}, tuples" for built in BUILT for inputs in ("cpu", "device")),
     *("tuples", "images", "hsdp level1", "hsdp level2", "hsdp level3"),
+    *("dropout exact, without copies", "dropout exact, without copies, data_parallel"),
     *("dropout exact", "dropout fast", "recompute", "autocast", "foreach"),
 ]
 

@@ -37,6 +37,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from itertools import accumulate
+from operator import mul
 from typing import TypeAlias
 
 from ..errors import LayoutError
@@ -51,11 +53,13 @@ __all__ = [
     "Geometry",
     "Redistribution",
     "RedistributionStep",
+    "composed",
     "digits_value",
     "halo_exchange",
     "halo_reduce",
     "make_step",
     "redistribution",
+    "strided",
     "through",
     "transpose",
 ]
@@ -119,6 +123,51 @@ class Geometry:
     cuts: Ranges | None = None
     joins: Ranges | None = None
     select: tuple[tuple[int, Digit], ...] = ()
+
+    def rows(self, kind: CollectiveKind, ranks: int) -> tuple[int, ...] | None:
+        """The shape of a local tensor that an all-gather or a reduce-scatter of `ranks` takes and returns as it is: its
+        pieces, and those received, are rows of the first dim, one after the other in memory. None: there is none."""
+        if self.pre_perm is not None or self.post_perm is not None or not self.after:
+            return None
+        first, *rest = self.after
+        if kind is CollectiveKind.REDUCE_SCATTER:
+            return (first * ranks, *rest)
+        return (first // ranks, *rest) if kind is CollectiveKind.ALL_GATHER and first % ranks == 0 else None
+
+
+def strided(view: tuple[int, ...], perm: tuple[int, ...] | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Sizes and strides of a contiguous tensor that is viewed as `view` and permuted; None without a permutation."""
+    if perm is None:
+        return None
+    strides = [math.prod(view[k + 1 :]) for k in range(len(view))]
+    return tuple(view[k] for k in perm), tuple(strides[k] for k in perm)
+
+
+def composed(
+    view: tuple[int, ...], perm: tuple[int, ...], second: tuple[int, ...], order: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Two arrangements as one: (view, perm). None where they divide the axes between them in ways that do not nest."""
+    permuted = tuple(view[k] for k in perm)
+    ends = sorted({*accumulate(permuted, mul), *accumulate(second, mul)})
+    sizes = [end // start for start, end in zip([1, *ends], ends)]
+    if any(end % start for start, end in zip([1, *ends], ends)):
+        return None
+    parts, wholes = _runs(sizes, permuted), _runs(sizes, second)
+    fine = [part for k in sorted(range(len(perm)), key=perm.__getitem__) for part in parts[k]]
+    place = {part: k for k, part in enumerate(fine)}
+    return tuple(sizes[part] for part in fine), tuple(place[part] for k in order for part in wholes[k])
+
+
+def _runs(sizes: Sequence[int], shape: Sequence[int]) -> list[list[int]]:
+    """For each size of `shape`, the indices of the consecutive `sizes` whose product it is."""
+    out, at = [], 0
+    for size in shape:
+        run: list[int] = []
+        while math.prod(sizes[k] for k in run) < size:
+            run.append(at)
+            at += 1
+        out.append(run)
+    return out
 
 
 @dataclass(frozen=True)

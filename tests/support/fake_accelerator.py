@@ -19,6 +19,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,8 @@ import torchvision_operators  # noqa: F401  before torchvision is imported
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "examples")]
@@ -164,6 +167,19 @@ def forget_values(net: nn.Module, mode: FakeTensorMode) -> None:
                     module._buffers[name] = torch.empty(held.shape, dtype=held.dtype, device=held.device)
 
 
+def moved(net: nn.Module, mode: FakeTensorMode) -> None:
+    """Put a model on the device, as a move leaves it: a fake tensor itself keeps the device on which it was made."""
+    of: dict[Tensor, nn.Parameter] = {}
+    with mode:
+        for module in net.modules():
+            for name, held in module._parameters.items():
+                if held is not None:
+                    module._parameters[name] = of.setdefault(held, nn.Parameter(torch.empty_like(held, device=DEVICE)))
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty_like(buffer, device=DEVICE)
+
+
 def outcome(
     make: Callable[[], nn.Module],
     data: tuple[Tensor, ...],
@@ -175,11 +191,13 @@ def outcome(
     prepared: Callable[[nn.Module, nn.Module, sw.AutoParallel], Any] | None = None,
     autocast: bool = False,
     optimizer: dict[str, Any] | None = None,
+    second: contextlib.AbstractContextManager[Any] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Two steps.
 
     Args:
+        second: the context of the second one.
         optimizer: the options of AdamW, or of the class named `optimizer` among them.
         built: "late" (`no_init_parameters`), "cpu", or "moved" (on the device before the first call).
         inputs: "cpu", or "device".
@@ -187,10 +205,10 @@ def outcome(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as building:
         building.enter_context(sw.no_init_parameters() if built == "late" else mode)
-        if built == "moved":
-            building.enter_context(torch.device(DEVICE))
         net = make()
     forget_values(net, mode)
+    if built == "moved":
+        moved(net, mode)
     criterion = loss()
     model = sw.AutoParallel(net, criterion, **settings)
     if prepared is not None:
@@ -201,18 +219,52 @@ def outcome(
     with mode:
         feeding = [torch.empty(x.shape, dtype=x.dtype, device=where) for x in parts]
         made = None
-        for _ in range(2):
-            with torch.autocast("npu", torch.bfloat16) if autocast else contextlib.nullcontext():
-                value = model(*feeding)
-            value.backward()
-            made = made or optimizer_of(model, **(optimizer or {"fused": True}))
-            made.step()
-            made.zero_grad()
+        for context in (None, second):
+            with context or contextlib.nullcontext():
+                with torch.autocast("npu", torch.bfloat16) if autocast else contextlib.nullcontext():
+                    value = model(*feeding)
+                value.backward()
+                made = made or optimizer_of(model, **(optimizer or {"fused": True}))
+                made.step()
+                made.zero_grad()
     if autocast:
         narrow = {op.kind for op in model.plan.graph.ops for out in op.outputs if out and out.dtype == torch.bfloat16}
         assert "linear" in narrow and "layer_norm" not in narrow, narrow
     held = {str(p.to_local().device) if hasattr(p, "to_local") else str(p.device) for p in model.parameters()}
     return {"loss": str(value.device), "parameters": sorted(held)}
+
+
+class FromHost(TorchDispatchMode):
+    """The operators that read a tensor of the host and return one on the device: copies. A mask is made as on a device,
+    of numbers that are read from the seed, and its operators are seen too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.masks = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.shardwright.mask.default:
+            self.masks += 1
+            seed = mock.Mock(tolist=lambda: [5, 1, 1, 0], is_meta=False)  # a fake one has no numbers
+            starts: Any = [0 for _ in args[1]]
+            with self:
+                return counter_rng._mask(seed, starts, *args[2:], **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        read, written = (pytree.tree_leaves(x) for x in ((args, kwargs), made))
+        kinds = [{x.device.type for x in xs if isinstance(x, Tensor)} for xs in (read, written)]
+        if "cpu" in kinds[0] and "npu" in kinds[1]:
+            self.seen.append(str(func))
+        return made
+
+
+def without_copies(make: Callable[[], nn.Module], **given: Any) -> dict[str, Any]:
+    """A model with exact dropout, in whose second step no tensor comes from the host."""
+    copies, mask = FromHost(), torch.ops.shardwright.mask.default
+    with mock.patch.dict(counter_rng.PLAIN, {mask: mask}), mock.patch.object(counter_rng, "has_words", bool):
+        result = outcome(make, TOKENS, TokenLoss, inputs="device", second=copies, random="exact", **given)
+    assert copies.masks and not copies.seen, (copies.masks, copies.seen)
+    return result
 
 
 def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -254,6 +306,10 @@ def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
             f"dropout {how}",
             partial(outcome, partial(gpt, dropout=0.1), TOKENS, TokenLoss, prepared=marked, random=how),
         )
+    dropping = partial(gpt, dropout=0.1)
+    yield "dropout exact, without copies", partial(without_copies, dropping, prepared=marked)
+    parts = {"dataset": "data_parallel", "parallel_mode": "data_parallel"}
+    yield "dropout exact, without copies, data_parallel", partial(without_copies, dropping, **parts)
     yield "recompute", partial(outcome, gpt, TOKENS, TokenLoss, prepared=marked, recompute=lambda op: op.kind == "gelu")
     yield "autocast", partial(outcome, gpt, TOKENS, TokenLoss, built="cpu", prepared=marked, autocast=True)
     yield "foreach", partial(outcome, gpt, TOKENS, TokenLoss, prepared=marked, optimizer={"foreach": True})

@@ -36,6 +36,12 @@ DIGITS = (torch.zeros(32, 1, 28, 28), torch.zeros(32, dtype=torch.long))
 PLAIN_DIGITS = (torch.zeros(32, 784), DIGITS[1])
 PICTURES = (torch.zeros(16, 3, 32, 32), torch.zeros(16, dtype=torch.long))
 MANY_ROWS = (torch.zeros(128, 16), torch.zeros(128, 16))
+#: Where a model is built, where the inputs are, and the dataset: every two of the choices are together in one of these.
+COVERING = tuple(
+    (built, ("cpu", "device")[(i + j) % 2], dataset)
+    for i, built in enumerate(("late", "cpu", "moved"))
+    for j, dataset in enumerate(("full_batch", "data_parallel", "tuples"))
+)
 SEARCHES = ("sharding_propagation", "recursive_programming", "dynamic_programming")
 
 
@@ -225,34 +231,31 @@ def recomputed(net: nn.Module, loss: nn.Module, model: sw.AutoParallel) -> None:
         sw.recompute(block)
 
 
-def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Name -> the call that runs it."""
+def by_itself() -> Iterator[tuple[str, Callable[..., dict[str, Any]], tuple[int, int]]]:
+    """Name, run and numbers of dims of input and target of the models that run in the combinations of `COVERING`."""
+    # Not fused=True, as in the README: fused SGD has no form for tensors without values, as fused AdamW has.
     plain = {"optimizer": {"optimizer": torch.optim.SGD}}
     for module in (operator_objects, operator_functional, layout_objects, layout_functional):
-        run = partial(fake.outcome, module.Network, DIGITS, nn.CrossEntropyLoss, parallel_mode="semi_auto")
-        yield module.__name__, partial(run, **plain)
-        yield f"{module.__name__}, built on the CPU", partial(run, built="cpu", **plain)
-    run = partial(fake.outcome, of_the_readme, PLAIN_DIGITS, nn.CrossEntropyLoss, parallel_mode="sharding_propagation")
-    for built, inputs in (("cpu", "cpu"), ("late", "device")):
-        # Not its fused=True: torch's fused SGD has no form for tensors without values, as its fused AdamW has.
-        yield f"README, {built}", partial(run, built=built, inputs=inputs, **plain)
-    residual = partial(ResNet, (1, 1, 1, 1), 16)
+        run = partial(fake.outcome, module.Network, DIGITS, nn.CrossEntropyLoss, parallel_mode="semi_auto", **plain)
+        yield module.__name__, run, (4, 1)
+    readme = partial(fake.outcome, of_the_readme, PLAIN_DIGITS, nn.CrossEntropyLoss)
+    yield "README", partial(readme, parallel_mode="sharding_propagation", **plain), (2, 1)
     small = partial(llama.Llama, vocabulary=64, length=16, layers=1, width=64, heads=8, kv_heads=4, hidden=96)
-    for built, inputs in (("late", "cpu"), ("cpu", "device")):
-        yield (
-            f"llama {built}",
-            partial(
-                fake.outcome, small, fake.TOKENS, fake.TokenLoss, built=built, inputs=inputs,
-                prepared=lambda net, loss, model: llama.mark(net, loss, 2, 4),
-            ),
-        )  # fmt: skip
-        yield (
-            f"resnet {built}",
-            partial(
-                fake.outcome, residual, PICTURES, nn.CrossEntropyLoss, built=built, inputs=inputs,
-                prepared=lambda net, loss, model: split(net, 8), parallel_mode="semi_auto",
-            ),
-        )  # fmt: skip
+    marked = lambda net, loss, model: llama.mark(net, loss, 2, 4)
+    yield "llama", partial(fake.outcome, small, fake.TOKENS, fake.TokenLoss, prepared=marked), (2, 2)
+    residual = partial(ResNet, (1, 1, 1, 1), 16)
+    run = partial(fake.outcome, residual, PICTURES, nn.CrossEntropyLoss, parallel_mode="semi_auto")
+    yield "resnet", partial(run, prepared=lambda net, loss, model: split(net, 8)), (4, 1)
+
+
+def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Name -> the call that runs it."""
+    for name, run, sizes in by_itself():
+        for built, inputs, dataset in COVERING:
+            cuts = tuple((fake.WORLD, *(1,) * (dims - 1)) for dims in sizes) if dataset == "tuples" else dataset
+            where = {"built": built, "inputs": inputs, "dataset": cuts}
+            yield f"{name}, {built}, inputs on {inputs}, {dataset}", partial(run, **where)
+    residual = partial(ResNet, (1, 1, 1, 1), 16)
     run = partial(fake.outcome, residual, PICTURES, nn.CrossEntropyLoss, dataset="data_parallel")
     yield "resnet, batch norms of the whole batch", partial(run, parallel_mode="data_parallel", sync_batch_norm=True)
     run = partial(fake.outcome, torchvision.models.resnet50, PICTURES, nn.CrossEntropyLoss, dataset="data_parallel")

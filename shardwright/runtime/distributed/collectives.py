@@ -31,8 +31,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
-from operator import mul
 from typing import Any
 
 import torch
@@ -41,7 +39,15 @@ from torch import Tensor
 
 from ...cost.communication_schedule import PLAIN
 from ...layout import Digits, group_of
-from ...redistribution import CollectiveKind, Geometry, Redistribution, RedistributionStep, digits_value
+from ...redistribution import (
+    CollectiveKind,
+    Geometry,
+    Redistribution,
+    RedistributionStep,
+    composed,
+    digits_value,
+    strided,
+)
 from ...torch_private import (
     GATHER_METHOD,
     SCATTER_METHOD,
@@ -172,7 +178,7 @@ def _arranged(view: tuple[int, ...], perm: tuple[int, ...], copies: int, one: Ge
         (two.post_view, two.post_perm) if two.post_perm else None,
     ):
         if after is not None:
-            once = _composed(*moves[-1], *after)
+            once = composed(*moves[-1], *after)
             moves[-1:] = [moves[-1], after] if once is None else [once]
     last = _arrangement(*moves[-1], two.after)
     if len(moves) == 1:
@@ -190,33 +196,6 @@ def _arranged(view: tuple[int, ...], perm: tuple[int, ...], copies: int, one: Ge
 def _arrangement(view: tuple[int, ...], perm: tuple[int, ...], shape: tuple[int, ...] | None) -> Exchange:
     shape = shape or tuple(view[k] for k in perm)
     return lambda x: x.reshape(view).permute(perm).reshape(shape)
-
-
-def _composed(
-    view: tuple[int, ...], perm: tuple[int, ...], second: tuple[int, ...], order: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Two arrangements as one: (view, perm). None where they divide the axes between them in ways that do not nest."""
-    permuted = tuple(view[k] for k in perm)
-    ends = sorted({*accumulate(permuted, mul), *accumulate(second, mul)})
-    sizes = [end // start for start, end in zip([1, *ends], ends)]
-    if any(end % start for start, end in zip([1, *ends], ends)):
-        return None
-    parts, wholes = _runs(sizes, permuted), _runs(sizes, second)
-    fine = [part for k in sorted(range(len(perm)), key=perm.__getitem__) for part in parts[k]]
-    place = {part: k for k, part in enumerate(fine)}
-    return tuple(sizes[part] for part in fine), tuple(place[part] for k in order for part in wholes[k])
-
-
-def _runs(sizes: Sequence[int], shape: Sequence[int]) -> list[list[int]]:
-    """For each size of `shape`, the indices of the consecutive `sizes` whose product it is."""
-    out, at = [], 0
-    for size in shape:
-        run: list[int] = []
-        while math.prod(sizes[k] for k in run) < size:
-            run.append(at)
-            at += 1
-        out.append(run)
-    return out
 
 
 # -- transport
@@ -507,17 +486,17 @@ EXECUTORS: dict[CollectiveKind, Callable[[RedistributionStep, Geometry, int, Pro
         groups.seen(step.digits), step.reduction
     ),
     CollectiveKind.ALL_GATHER: lambda step, geometry, rank, groups: _shaped(
-        geometry, gather(group := groups.seen(step.digits)), group, GATHER_METHOD
+        geometry, gather(group := groups.seen(step.digits)), group, step.pattern
     ),
     CollectiveKind.REDUCE_SCATTER: lambda step, geometry, rank, groups: _shaped(
         geometry,
         reduce_scatter(group := groups.seen(step.digits), step.reduction),
         group,
-        SCATTER_METHOD,
+        step.pattern,
         _SCATTERS[step.reduction],
     ),
     CollectiveKind.ALL_TO_ALL: lambda step, geometry, rank, groups: _shaped(
-        geometry, partial(exchange, group := groups.seen(step.digits)), group, "alltoall_base", [], []
+        geometry, partial(exchange, group := groups.seen(step.digits)), group, step.pattern, [], []
     ),
     CollectiveKind.PERMUTE: lambda step, geometry, rank, groups: _shaped(
         geometry, permuted(groups.seen(step.digits), step, geometry, rank)
@@ -659,41 +638,56 @@ def arrangements(geometry: Geometry) -> tuple[Bound, Bound]:
 
     def pieces(x: Tensor) -> Tensor:
         if geometry.pre_perm is not None:
-            x = x.reshape(geometry.pre_view).permute(geometry.pre_perm)
+            x = x.reshape(*geometry.pre_view).permute(*geometry.pre_perm)
         return flat(x)
 
     def arranged(x: Tensor) -> Tensor:
-        return (x if perm is None else x.view(view).permute(perm)).reshape(after)
+        return (x if perm is None else x.view(*view).permute(*perm)).reshape(*after)
 
     return pieces, arranged
 
 
-def _shaped(geometry: Geometry, run: Bound, group: Group | None = None, method: str = "", *options: object) -> Bound:
+_METHODS = {
+    CollectiveKind.ALL_GATHER: GATHER_METHOD,
+    CollectiveKind.REDUCE_SCATTER: SCATTER_METHOD,
+    CollectiveKind.ALL_TO_ALL: "alltoall_base",
+}
+
+
+def _shaped(
+    geometry: Geometry,
+    run: Bound,
+    group: Group | None = None,
+    kind: CollectiveKind = CollectiveKind.PERMUTE,
+    *options: object,
+) -> Bound:
     """`run` between the local tensor and flat pieces: it takes the pieces to send, one after the other, and returns
     those received.
 
-    On a library the `method` of the process group, with its `options`, does the same without the layers of Python in
-    `run`, each of which takes the host as long as half a `torch.add`. Programs that torch.compile traces need `run`,
-    and so do dtypes that libraries lack.
+    On a library the process group's own method for the `kind`, with its `options`, does the same without the layers of
+    Python in `run`, each of which takes the host as long as half a `torch.add`, as a view does. Programs that
+    torch.compile traces need `run`, and so do dtypes that libraries lack.
     """
-    pre_view, pre_perm, after = geometry.pre_view, geometry.pre_perm, geometry.after
-    post_view, post_perm, numel = geometry.post_view, geometry.post_perm, math.prod(after)
-    library = None if group is None or group.exchanges else group.group
-    if pre_perm is None and post_perm is None and library is None:
-        return lambda x: run(flat(x)).view(*after)  # two thirds of the time of a shape in one argument
+    pieces, arranged = arrangements(geometry)
+    after, numel = geometry.after, math.prod(geometry.after)
+    if group is None or group.exchanges:
+        if geometry.pre_perm is None and geometry.post_perm is None:
+            return lambda x: run(flat(x)).view(*after)  # two thirds of the time of a shape in one argument
+        return lambda x: arranged(run(pieces(x)))
+    library, method = group.group, _METHODS[kind]
+    rows = geometry.rows(kind, group.size)
+    pre, post = strided(geometry.pre_view, geometry.pre_perm), strided(geometry.post_view, geometry.post_perm)
 
     def shaped(x: Tensor) -> Tensor:
-        if pre_perm is not None:
-            x = x.reshape(*pre_view).permute(*pre_perm)
-        x = x.reshape(-1).contiguous()
-        if library is None or x.dtype not in PLAIN or torch.compiler.is_compiling():
-            x = run(x)
-        else:
-            out = x.new_empty(numel)
-            getattr(library, method)(out, x, *options).wait()
-            x = out
-        if post_perm is not None:
-            x = x.view(*post_view).permute(*post_perm)
-        return x.reshape(*after)
+        if x.dtype not in PLAIN or torch.compiler.is_compiling():
+            return arranged(run(pieces(x)))
+        if x.shape == rows:
+            out = x.new_empty(*after)
+            getattr(library, method)(out, x.contiguous(), *options).wait()
+            return out
+        x = pieces(x) if pre is None or not x.is_contiguous() else x.as_strided(*pre).reshape(-1).contiguous()
+        out = x.new_empty(numel)
+        getattr(library, method)(out, x, *options).wait()
+        return out.view(*after) if post is None else out.as_strided(*post).reshape(*after)
 
     return shaped

@@ -13,9 +13,9 @@ from hypothesis import given, strategies as st
 from ranks import RankFailed, run_ranks
 
 from shardwright.layout import Digit, Layout
-from shardwright.redistribution import redistribution, through
+from shardwright.redistribution import composed, redistribution, through
 from shardwright.runtime.distributed import collectives
-from shardwright.runtime.distributed.collectives import _composed as composed, bind_all
+from shardwright.runtime.distributed.collectives import bind_all
 from shardwright.runtime.distributed.gradient_sums import SumInTurns
 from shardwright.runtime.distributed.process_groups import ProcessGroups, Scratch
 from shardwright.runtime.local.shards import convert_shards

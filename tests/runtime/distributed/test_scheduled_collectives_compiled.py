@@ -68,54 +68,78 @@ class TokenLoss(nn.Module):
         return self.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-class LlamaLike(nn.Module):
-    """One block with rotated positions, root mean squares, gated products and fewer heads of keys."""
+class LlamaBlock(nn.Module):
+    """Rotated positions, root mean squares, gated products and fewer heads of keys."""
 
-    def __init__(self, width: int = 64, heads: int = 8, kept: int = 4, dropout: float = 0.0) -> None:
+    def __init__(self, width: int, heads: int, kept: int, dropout: float) -> None:
         super().__init__()
         self.heads, self.kept, self.size = heads, kept, width // heads
-        self.tokens, self.head = nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY, bias=False)
         self.query, self.out = (nn.Linear(width, width, bias=False) for _ in range(2))
         self.key, self.value = (nn.Linear(width, self.size * kept, bias=False) for _ in range(2))
         self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
         self.down, self.drop = nn.Linear(2 * width, width, bias=False), nn.Dropout(dropout)
-        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(3))
-        angles = torch.outer(torch.arange(LENGTH), 10000.0 ** -(torch.arange(0, self.size, 2) / self.size)).repeat(1, 2)
-        self.register_buffer("cos", angles.cos())
-        self.register_buffer("sin", angles.sin())
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
 
-    def turned(self, x: Tensor) -> Tensor:
-        left, right = x.chunk(2, -1)
-        return x * self.cos + torch.cat((-right, left), -1) * self.sin
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        def turned(x: Tensor) -> Tensor:
+            left, right = x.chunk(2, -1)
+            return x * cos + torch.cat((-right, left), -1) * sin
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens)
         y = self.norms[0](x)
         split = lambda made, heads: made.unflatten(-1, (heads, self.size)).transpose(1, 2)
-        query = self.turned(split(self.query(y), self.heads))
-        key, value = self.turned(split(self.key(y), self.kept)), split(self.value(y), self.kept)
+        query = turned(split(self.query(y), self.heads))
+        key, value = turned(split(self.key(y), self.kept)), split(self.value(y), self.kept)
         many = self.heads // self.kept
         key, value = key.repeat_interleave(many, 1), value.repeat_interleave(many, 1)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.drop(self.out(mixed.transpose(1, 2).flatten(2)))
         y = self.norms[1](x)
-        x = x + self.drop(self.down(F.silu(self.gate(y)) * self.up(y)))
-        return self.head(self.norms[2](x))
+        return x + self.drop(self.down(F.silu(self.gate(y)) * self.up(y)))
+
+
+class LlamaLike(nn.Module):
+    """Two blocks between an embedding and a head."""
+
+    def __init__(self, width: int = 64, heads: int = 8, kept: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        size = width // heads
+        self.tokens, self.head = nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY, bias=False)
+        self.blocks = nn.ModuleList(LlamaBlock(width, heads, kept, dropout) for _ in range(2))
+        self.norm = nn.RMSNorm(width)
+        angles = torch.outer(torch.arange(LENGTH), 10000.0 ** -(torch.arange(0, size, 2) / size)).repeat(1, 2)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return self.head(self.norm(x))
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions and a shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm1 = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.second, self.norm2 = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.norm2(self.second(F.relu(self.norm1(self.first(x))))))
 
 
 class ResNetLike(nn.Module):
-    """A stem and one block with a shortcut."""
+    """A stem and two blocks."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.stem, self.norm = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
-        self.first, self.norm1 = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
-        self.second, self.norm2 = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.blocks = nn.Sequential(ResidualBlock(), ResidualBlock())
         self.drop, self.out = nn.Dropout(dropout), nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.max_pool2d(F.relu(self.norm(self.stem(x))), 2)
-        x = F.relu(x + self.norm2(self.second(F.relu(self.norm1(self.first(x))))))
+        x = self.blocks(F.max_pool2d(F.relu(self.norm(self.stem(x))), 2))
         return self.out(self.drop(x.mean((2, 3))))
 
 
@@ -124,12 +148,14 @@ def marked(net: nn.Module, loss: nn.Module) -> None:
     if isinstance(net, GPT):
         mark(net, loss, 2, 4)
     elif isinstance(net, LlamaLike):
-        for layer in (net.query, net.key, net.value, net.gate, net.up):
-            sw.shard(layer, ((2, 1, 1), (4, 1)))
-        for layer in (net.out, net.down):
-            sw.shard(layer, ((2, 1, 4), (1, 4)))
+        for block in net.blocks:
+            for layer in (block.query, block.key, block.value, block.gate, block.up):
+                sw.shard(layer, ((2, 1, 1), (4, 1)))
+            for layer in (block.out, block.down):
+                sw.shard(layer, ((2, 1, 4), (1, 4)))
     else:
-        sw.shard(net.first, ((2, 1, 1, 1), (4, 1, 1, 1)))
+        for block in net.blocks:
+            sw.shard(block.first, ((2, 1, 1, 1), (4, 1, 1, 1)))
         sw.shard(net.out, ((2, 1), (4, 1)))
 
 
