@@ -64,7 +64,7 @@ from .graph_template import GraphTemplate
 from .guards import Condition, GuardedPlace, Guards
 from .hybrid_models import refused_collective
 from .model_device import check_call, device_of, usable
-from .module_calls import LossFunction, WithLoss, outermost_left_out, scalers_refused, user_functions
+from .module_calls import LossFunction, WithLoss, modules_by_path, outermost_left_out, scalers_refused, user_functions
 from .observed.attribute_patches import modules_patched
 from .observed.memoised_functions import computed_for_real
 from .observed_state import Observation
@@ -304,7 +304,7 @@ def captures(
 def _patches(net: nn.Module, loss_fn: LossFunction | None) -> Iterator[None]:
     """The patches that all runs of a capture share."""
     functions = [function for _, function in user_functions(net, loss_fn)]
-    with modules_patched(), computed_for_real(_named_modules(net, loss_fn), functions):
+    with modules_patched(), computed_for_real(modules_by_path(net, loss_fn), functions):
         yield
 
 
@@ -356,9 +356,9 @@ def _first_capture(
 ) -> Captured:
     """A capture that follows none of the model's own programs: it follows that of another model, or exports."""
     key = structure(call)
-    others = [program for program in programs_of_structure(key) if program not in programs]
-    if others:
-        made, reason = captured([call], programs=others, others=True)
+    lookalikes = [program for program in programs_of_structure(key) if program not in programs]
+    if lookalikes:
+        made, reason = captured([call], programs=lookalikes, of_lookalikes=True)
         if reason is None:
             return made[0]
         _LOG.info("no program of an earlier model is followed: %s", str(reason).partition("\n")[0])
@@ -380,7 +380,7 @@ def _captured(
     mixed_precision: MixedPrecision | None,
     programs: Sequence[Program] = (),
     latest: Observation | None = None,
-    others: bool = False,
+    of_lookalikes: bool = False,
     finder: LineFinder | None = None,
     later: bool = False,
 ) -> tuple[list[Captured], Differs | None]:
@@ -388,7 +388,7 @@ def _captured(
 
     Args:
         latest: the observation of the latest run of the model.
-        others: True where `programs` are those of other models, whose lines of code may be others.
+        of_lookalikes: True where `programs` are those of other models, so that lines of code are compared too.
         finder: looks for the line of a change.
         later: True for a second capture, in which clocks are ahead.
 
@@ -401,7 +401,7 @@ def _captured(
     device = usable(device_of(net, loss_fn, calls[0]) if device is None else device, net, loss_fn)
     module, prefix = (net, "") if loss_fn is None else (WithLoss(net, loss_fn), "net")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    modules = _named_modules(net, loss_fn)
+    modules = modules_by_path(net, loss_fn)
     functions = user_functions(net, loss_fn)
     refuse_backward_hooks(modules)
     types, stored = captured_types(mixed_precision, net), masters(mixed_precision, net)
@@ -447,7 +447,7 @@ def _captured(
             _objects_opened(module),
         ):
             traced = (
-                LightRun(module, paths, args, kwargs, device, programs, others)
+                LightRun(module, paths, args, kwargs, device, programs, of_lookalikes)
                 if programs
                 else _program(module, args, kwargs)
             )
@@ -563,16 +563,6 @@ def _program(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, obje
 def _hooks_on(modules: Iterable[nn.Module]) -> int:
     """The number of forward hooks on the modules of a model."""
     return sum(len(hooks.forward) + len(hooks.forward_pre) for hooks in map(hooks_of, modules))
-
-
-def _named_modules(net: nn.Module, loss_fn: LossFunction | None) -> list[tuple[str, nn.Module]]:
-    """The modules of a model and its loss, by their paths in messages."""
-    return [
-        (f"{root}.{path}" if path else root, module)
-        for root, whole in (("net", net), ("loss_fn", loss_fn))
-        if isinstance(whole, nn.Module)
-        for path, module in whole.named_modules()
-    ]
 
 
 #: Hooks of all modules that run at an assignment of a buffer.

@@ -52,6 +52,7 @@ __all__ = [
     "as_written",
     "has_global_hooks",
     "hooked",
+    "modules_by_path",
     "outermost_left_out",
     "redirected",
     "refuses_others",
@@ -170,6 +171,16 @@ def together(models: Mapping[str, nn.Module]) -> nn.Module:
 def _called(net: nn.Module) -> list[nn.Module]:
     """The models of which `together` has made `net`."""
     return list(net.children()) if isinstance(net, _Together) else [net]
+
+
+def modules_by_path(net: nn.Module, loss_fn: LossFunction | None) -> list[tuple[str, nn.Module]]:
+    """The modules of a model and its loss, by their paths in messages."""
+    return [
+        (f"{root}.{path}" if path else root, module)
+        for root, whole in (("net", net), ("loss_fn", loss_fn))
+        if isinstance(whole, nn.Module)
+        for path, module in whole.named_modules()
+    ]
 
 
 def user_functions(net: nn.Module, loss_fn: LossFunction | None) -> list[tuple[str, Callable[..., object]]]:

@@ -286,9 +286,9 @@ def keep_for_structure(structure: Hashable, program: Program) -> None:
     """Let models of a structure follow a program, unless it has constants."""
     if program.exported.constants:
         return
-    kept = _BY_STRUCTURE.setdefault(structure, [])
-    kept.insert(0, program)
-    del kept[MOST_PROGRAMS:]
+    programs = _BY_STRUCTURE.setdefault(structure, [])
+    programs.insert(0, program)
+    del programs[MOST_PROGRAMS:]
     _BY_STRUCTURE.move_to_end(structure)
     while len(_BY_STRUCTURE) > 1 and sum(p.length for all_of in _BY_STRUCTURE.values() for p in all_of) > MOST_NODES:
         _BY_STRUCTURE.popitem(last=False)

@@ -70,8 +70,8 @@ def completion(arguments: argparse.Namespace) -> int:
     return 0
 
 
-#: What shtab writes of several arguments -> what ``_arguments`` of zsh takes. ``(*):`` is one argument, ``*:`` are
-#: several. ``(-)*::`` ends the options; `plan` and `verify` take theirs behind a script, too.
+#: The text of shtab for several arguments -> the text that ``_arguments`` of zsh takes. ``(*):`` is one argument, and
+#: ``*:`` are several. ``(-)*::`` ends the options; `plan` and `verify` take theirs behind a script, too.
 ZSH_PATTERNS = (('"(*):', '"*:'), ('"(-)*::the script', '"*:the script'))
 
 

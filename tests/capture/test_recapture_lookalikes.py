@@ -94,13 +94,13 @@ LOOKALIKES = {
 
 
 def test_a_model_of_the_same_structure_follows_the_program_of_an_earlier_one(shared):
-    """The earlier one may be gone, and no tensor of it is kept."""
+    """The earlier one is freed."""
     net = Lookalike(times)
-    gone, before = weakref.ref(net), exported_alone(net, (draw(6, 8),))
+    reference, before = weakref.ref(net), exported_alone(net, (draw(6, 8),))
     capture(net, (draw(6, 8),))
     del net
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     del shared[:]
     other = Lookalike(times, 3.0)
     made = capture(other, (draw(4, 8),))
@@ -151,7 +151,7 @@ def test_a_program_with_a_constant_is_that_of_its_model_alone(shared):
 
 
 def test_a_further_model_has_a_second_run_too(shared):
-    """What changes by itself is found in each model."""
+    """A value that changes by itself is found in each model."""
     capture(Lookalike(timed, 0.0), (draw(3, 8),))
     del shared[:]
     capture(Lookalike(timed, 0.0), (draw(3, 8),))

@@ -34,7 +34,7 @@ class Imports(nn.Module):
 def test_a_module_that_is_imported_meanwhile_has_the_functions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Where the module keeps a stand-in out of reach, as one that is written in C does, no model is kept with it."""
+    """A stand-in that the module has out of reach, as a module that is written in C has it, holds no model."""
     (tmp_path / "imported_meanwhile.py").write_text(
         "import copy\nfrom copy import deepcopy\nfrom uuid import uuid4\nSCALE, KEPT = 2, [copy.copy]\n"
     )
@@ -44,10 +44,10 @@ def test_a_module_that_is_imported_meanwhile_has_the_functions(
     capture(net, (torch.zeros(4, 8),))
     made: Any = sys.modules["imported_meanwhile"]
     assert made.deepcopy is copy.deepcopy and made.uuid4 is uuid.uuid4
-    gone = weakref.ref(net)
+    reference = weakref.ref(net)
     del net
     gc.collect()
-    assert gone() is None and made.KEPT[0] is not copy.copy and made.KEPT[0]([1]) == [1]
+    assert reference() is None and made.KEPT[0] is not copy.copy and made.KEPT[0]([1]) == [1]
 
 
 FIRST = """
@@ -64,11 +64,11 @@ class Net(nn.Module):
         return self.fc(x).relu()
 
 net = Net()
-gone = weakref.ref(net)
+reference = weakref.ref(net)
 capture(net, (torch.zeros(4, 8),))
 del net
 gc.collect()
-print(gone() is None)
+print(reference() is None)
 """
 
 
