@@ -77,7 +77,7 @@ def patches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 @pytest.mark.parametrize("sizes", [(2,), (2, 3, 5)])
 def test_one_patch_for_all_runs_of_a_capture(patches: list[object], sizes: tuple[int, ...]) -> None:
     """A model is exported and run once more; at further sizes it is run."""
-    net, programs = Scaled(), []
+    net, programs = Scaled(), ModelPrograms()
     for rows in sizes:
         capture(net, (torch.zeros(rows, 4),), programs=programs)
     assert len(patches) == len(sizes)
