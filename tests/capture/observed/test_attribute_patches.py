@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardwright.capture.export import capture
 from shardwright.capture.observed import attribute_patches
 from shardwright.capture.observed.attribute_patches import module_attributes, module_calls, modules_patched
+from shardwright.capture.recapture import ModelPrograms
 from shardwright.errors import CaptureError
 
 
