@@ -238,7 +238,7 @@ def set_second_runs(path: Path) -> None:
 def set_followed_programs(path: Path) -> None:
     """Let a model follow the program of an earlier model of this file, or, in tests of captures, of none."""
     recapture = importlib.import_module("shardwright.capture.recapture")
-    recapture._BY_STRUCTURE.clear()
+    recapture.forget_programs()
     recapture.MOST_PROGRAMS = 0 if path.parts[len(Path(__file__).parent.parts)] == "capture" else 4
 
 

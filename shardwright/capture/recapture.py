@@ -80,6 +80,7 @@ __all__ = [
     "LightRun",
     "ModelPrograms",
     "Program",
+    "forget_programs",
     "keep_for_structure",
     "programs_of_structure",
     "structure_of",
@@ -292,6 +293,11 @@ def keep_for_structure(structure: Hashable, program: Program) -> None:
     _BY_STRUCTURE.move_to_end(structure)
     while len(_BY_STRUCTURE) > 1 and sum(p.length for all_of in _BY_STRUCTURE.values() for p in all_of) > MOST_NODES:
         _BY_STRUCTURE.popitem(last=False)
+
+
+def forget_programs() -> None:
+    """Forget the programs of all structures: the next model is exported."""
+    _BY_STRUCTURE.clear()
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------

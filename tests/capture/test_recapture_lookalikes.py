@@ -26,10 +26,10 @@ def captures(monkeypatch):
 @pytest.fixture
 def lent(monkeypatch):
     """Models follow the programs of earlier ones, as a user's do."""
-    recapture._BY_STRUCTURE.clear()
+    recapture.forget_programs()
     monkeypatch.setattr(recapture, "MOST_PROGRAMS", 4)
     yield
-    recapture._BY_STRUCTURE.clear()
+    recapture.forget_programs()
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def shared(captures, lent):
 def exported_alone(net, args, **given):
     """The graph of an export, whatever was captured before."""
     earlier = dict(recapture._BY_STRUCTURE)
-    recapture._BY_STRUCTURE.clear()
+    recapture.forget_programs()
     graph = capture(net, args, **given)
     recapture._BY_STRUCTURE.update(earlier)
     return graph
@@ -171,7 +171,7 @@ def test_programs_of_all_models_have_a_limit(shared, monkeypatch):
 def test_a_model_that_is_planned_in_a_further_mode_is_not_exported(shared, mode):
     net, x = Lookalike(times), draw(8, 8)
     alone = sw.plan(net, (x,), parallel_mode=mode, devices=4)
-    recapture._BY_STRUCTURE.clear()
+    recapture.forget_programs()
     sw.plan(net, (x,), parallel_mode="stand_alone", devices=1)
     del shared[:]
     plan = sw.plan(net, (x,), parallel_mode=mode, devices=4)

@@ -37,7 +37,7 @@ def counted_captures(monkeypatch: Any = None) -> list[str]:
         del seen[before:]
 
     put = setattr if monkeypatch is None else monkeypatch.setattr
-    recapture._BY_STRUCTURE.clear()
+    recapture.forget_programs()
     put(recapture, "MOST_PROGRAMS", 0)
     put(torch.export, "export", exported)
     put(module, "LightRun", Run)
