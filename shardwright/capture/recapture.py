@@ -35,6 +35,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
+from torch.nn.parameter import is_lazy
 
 from ..autocast import Autocast, current
 from ..identity_tables import IdentityMap, IdentitySet
@@ -244,7 +245,8 @@ def structure_of(
                     if x is None:
                         continue
                     first = tensors.setdefault(x, f"{path}.{name}")
-                    parts.append((name, first, type(x), tuple(x.shape), x.dtype, x.device, x.requires_grad))
+                    shape = None if is_lazy(x) else tuple(x.shape)
+                    parts.append((name, first, type(x), shape, x.dtype, x.device, x.requires_grad))
     leaves, spec = pytree.tree_flatten(call)
     kinds = tuple(
         (x.dtype, x.dim(), x.requires_grad)

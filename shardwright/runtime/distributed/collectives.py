@@ -575,9 +575,9 @@ def _joined(
 
 
 def _slice(geometry: Geometry, rank: int) -> Bound:
-    after = geometry.after
+    after = _sizes(geometry.after)
     if geometry.cuts is None:
-        view, index = geometry.pre_view, [(axis, digit.value(rank)) for axis, digit in geometry.select]
+        view, index = _sizes(geometry.pre_view), [(axis, digit.value(rank)) for axis, digit in geometry.select]
 
         def select(x: Tensor) -> Tensor:
             x = x.reshape(*view)
@@ -631,10 +631,15 @@ def flat(x: Tensor) -> Tensor:
     return x.reshape(-1).contiguous()
 
 
+def _sizes(shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """A shape as the arguments of a view, one for each dim; a scalar's is one argument, the empty tuple."""
+    return shape or ((),)
+
+
 def arrangements(geometry: Geometry) -> tuple[Bound, Bound]:
     """The ways of `_shaped` to the flat pieces to send, and from those received to the local tensor."""
     view, perm = geometry.post_view, geometry.post_perm
-    after = geometry.after
+    after = _sizes(geometry.after)
 
     def pieces(x: Tensor) -> Tensor:
         if geometry.pre_perm is not None:
@@ -669,7 +674,7 @@ def _shaped(
     torch.compile traces need `run`, and so do dtypes that libraries lack.
     """
     pieces, arranged = arrangements(geometry)
-    after, numel = geometry.after, math.prod(geometry.after)
+    after, numel = _sizes(geometry.after), math.prod(geometry.after)
     if group is None or group.exchanges:
         if geometry.pre_perm is None and geometry.post_perm is None:
             return lambda x: run(flat(x)).view(*after)  # two thirds of the time of a shape in one argument

@@ -403,17 +403,6 @@ def statistics_run_whole(rank: int, world: int) -> None:
 
 
 @scenario
-def a_parameter_that_is_replaced_is_an_error(rank: int, world: int) -> None:
-    net = four()
-    model = wrapped(net)
-    model(X)
-    net.w1 = nn.Parameter(draw(8, 16))
-    error = raised(lambda: model(X))
-    assert isinstance(error, sw.SettingError) and "'w1'" in str(error)
-    alike_on_all(error, world)
-
-
-@scenario
 def stand_alone_ranks_need_nobody(rank: int, world: int) -> None:
     if rank:
         return  # one rank by itself
