@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -631,9 +631,9 @@ def flat(x: Tensor) -> Tensor:
     return x.reshape(-1).contiguous()
 
 
-def _sizes(shape: tuple[int, ...]) -> tuple[Any, ...]:
+def _sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
     """A shape as the arguments of a view, one for each dim; a scalar's is one argument, the empty tuple."""
-    return shape or ((),)
+    return shape or cast("tuple[int, ...]", ((),))
 
 
 def arrangements(geometry: Geometry) -> tuple[Bound, Bound]:
