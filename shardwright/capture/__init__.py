@@ -2,7 +2,7 @@
 
 annotations          marks of the user: shard, recompute, set_stage, no_optimizer_parallel
 export               one run of the forward through `torch.export`
-recapture            other sizes: a light run of the forward, which follows an exported program
+recapture            other sizes, models of one structure: a light run of the forward, which follows a program
 outlines             tensors without elements, and operators on them, for recaptures
 graph_reader         the exported program, read into a `Graph`
 graph_checks         graphs that are refused: trained constants, buffers that carry gradients

@@ -1,6 +1,7 @@
 """Captured graphs of one model at many inputs: the first call exports the model, later calls follow that program.
 
-    first call               torch.export, about a millisecond an operator
+    first call               torch.export, about a millisecond an operator, or a light run that follows the program of
+                             an earlier model of the same structure
     further sizes, states    a light run of the forward that follows the exported program (`capture.recapture`)
 
 A forward that calls other operators at some sizes is exported there, and later calls follow either program.
