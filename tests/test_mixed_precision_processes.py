@@ -230,13 +230,20 @@ def as_fsdp2(rank: int, world: int) -> None:
 
 def in_pipelines(name: str, rank: int, world: int) -> None:
     for policy, stored in ((EXACT, D), (BF16, torch.float32)):
-        for mode, level in (("semi_auto", None), ("data_parallel", "level1"), ("data_parallel", "level3")):
-            if (level is not None and name not in ("1f1b", "zero_bubble")) or (
-                policy is BF16 and (level or name != "1f1b")
+        for mode, level, recomputed in (
+            ("semi_auto", None, False),
+            ("data_parallel", "level1", False),
+            ("data_parallel", "level3", False),
+            ("semi_auto", None, True),  # zero_bubble then computes gradients of weights with those of inputs
+        ):
+            if ((level is not None or recomputed) and name not in ("1f1b", "zero_bubble")) or (
+                policy is BF16 and (level or recomputed or name != "1f1b")
             ):
                 continue
             net = Chain(tied=name == "1f1b", skip=True).to(stored)
             one = copy.deepcopy(net)
+            for layer in net.layers if recomputed else ():
+                sw.recompute(layer)
             model = wrapped(net, policy, mode, level, loss_fn=nn.MSELoss()).pipeline(
                 **setting(name, 2 if world == 4 else 4)
             )

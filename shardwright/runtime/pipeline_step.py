@@ -175,12 +175,8 @@ class PipelineStep:
             return
         weights = self.program.bodies[action.stage].weights
         weights.begin_backward(action == self.program.last[action.stage])
-        if action.kind == "B":
-            self._backward(action.stage, action.micro)
-        elif action.kind == "I":
-            self._backward_to_inputs(action.stage, action.micro)
-        else:
-            self._backward_to_weights(action.stage, action.micro)
+        backward = {"B": self._backward, "I": self._backward_to_inputs, "W": self._backward_to_weights}[action.kind]
+        backward(action.stage, action.micro)
         weights.end_backward()
 
     def _totals(self, body: StageBody) -> list[Tensor]:
@@ -287,9 +283,7 @@ class PipelineStep:
     def _backward_to_inputs(self, s: int, k: int) -> None:
         outputs, gradients = self._owed(s, k)
         read = self._read(s, k)
-        # Recomputed values exist once, and some versions of torch cannot start a backward at weights: then the
-        # gradients of the weights are computed now.
-        if self.program.bodies[s].stage.plan.regions or not torch_private.backward_can_start_at_functions():
+        if self.program.bodies[s].weights_with_inputs:
             torch.autograd.backward(outputs, gradients, inputs=[*read, *self._trained(s)])
         elif read and outputs:
             with torch.enable_grad():  # torch detaches outputs in place, which is an error for views
@@ -434,6 +428,11 @@ class StageBody:
     counts: Callable[..., list[Tensor]] | None
     weights: WeightsOfStage
     seed_device: torch.device | None = None
+
+    @property
+    def weights_with_inputs(self) -> bool:
+        """True where a backward to the inputs computes all: of recomputed values, and with old versions of torch."""
+        return bool(self.stage.plan.regions) or not torch_private.backward_can_start_at_functions()
 
 
 class WeightsOfStage(Protocol):
@@ -595,7 +594,8 @@ class PipelineProgram:
             else sched.actions[next(iter(groups))]
             for sched in (plan.schedule, self.forwards)
         }
-        self.last = {a.stage: a for a in self.orders[plan.schedule] if a.kind in "BW"}
+        of_weights = {s: "BI" if body.weights_with_inputs else "BW" for s, body in bodies.items()}
+        self.last = {a.stage: a for a in self.orders[plan.schedule] if a.kind in of_weights[a.stage]}
 
     def __call__(self, *leaves: object) -> object:
         check_checkpointed("runs its backward in the call, as a pipeline does")
