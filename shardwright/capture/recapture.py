@@ -23,6 +23,7 @@ followed by its own model alone.
 
 from __future__ import annotations
 
+import threading
 import types
 import weakref
 from collections import OrderedDict
@@ -211,6 +212,7 @@ class ModelPrograms(list[Program]):
 
 #: Programs of models, by structure, those used last at the end.
 _BY_STRUCTURE: OrderedDict[Hashable, list[Program]] = OrderedDict()
+_structures = threading.Lock()  # several threads may capture at once
 #: The most nodes of all of them together, 1 to 3 KB each (GPTs of 6 to 13 layers).
 MOST_NODES = 10_000
 #: The most programs of one structure.
@@ -259,28 +261,32 @@ def structure_of(
     return tuple(parts), spec, kinds, how, mixed_precision
 
 
-def _code(function: object) -> Hashable:
-    """The code of a function, and of those that it closes over; of any other object the type."""
+def _code(function: object, closes_over: bool = True) -> Hashable:
+    """The code of a function, else the type of an object.
+
+    Args:
+        closes_over: True for the code of the functions that it closes over as well, which tell wrappers apart; not of
+            theirs, since functions may close over one another.
+    """
     if isinstance(function, (types.BuiltinFunctionType, OpOverload, OpOverloadPacket)):
         return function
     if isinstance(function, partial):
         return _code(function.func)
     if not isinstance(function, types.FunctionType):
         return weakref.ref(type(function))
-    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
-    closed_over = [_code(f) for f in cells if callable(f) and not isinstance(f, nn.Module) and f is not function]
-    return function.__code__, tuple(closed_over)
-
-
-#: A cell without a value.
-_EMPTY = types.CellType()
+    if not closes_over:
+        return function.__code__
+    filled = [cell for cell in function.__closure__ or () if cell != types.CellType()]
+    contents = [cell.cell_contents for cell in filled]
+    return function.__code__, tuple([_code(x, False) for x in contents if callable(x) and not isinstance(x, nn.Module)])
 
 
 def programs_of_structure(structure: Hashable) -> list[Program]:
     """The programs of earlier models of a structure, the latest first."""
-    found = _BY_STRUCTURE.get(structure, [])
-    if found:
-        _BY_STRUCTURE.move_to_end(structure)
+    with _structures:
+        found = list(_BY_STRUCTURE.get(structure, ()))
+        if found:
+            _BY_STRUCTURE.move_to_end(structure)
     now = calling_line()
     return [program for program in found if program.called_at == now or not program.is_of_its_call]
 
@@ -289,17 +295,19 @@ def keep_for_structure(structure: Hashable, program: Program) -> None:
     """Let models of a structure follow a program, unless it has constants."""
     if program.exported.constants:
         return
-    programs = _BY_STRUCTURE.setdefault(structure, [])
-    programs.insert(0, program)
-    del programs[MOST_PROGRAMS:]
-    _BY_STRUCTURE.move_to_end(structure)
-    while len(_BY_STRUCTURE) > 1 and sum(p.length for all_of in _BY_STRUCTURE.values() for p in all_of) > MOST_NODES:
-        _BY_STRUCTURE.popitem(last=False)
+    with _structures:
+        programs = _BY_STRUCTURE.setdefault(structure, [])
+        programs.insert(0, program)
+        del programs[MOST_PROGRAMS:]
+        _BY_STRUCTURE.move_to_end(structure)
+        while len(_BY_STRUCTURE) > 1 and sum(p.length for each in _BY_STRUCTURE.values() for p in each) > MOST_NODES:
+            _BY_STRUCTURE.popitem(last=False)
 
 
 def forget_programs() -> None:
     """Forget the programs of all structures: the next model is exported."""
-    _BY_STRUCTURE.clear()
+    with _structures:
+        _BY_STRUCTURE.clear()
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------

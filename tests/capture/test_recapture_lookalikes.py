@@ -4,6 +4,7 @@ import gc
 import logging
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -129,6 +130,45 @@ def test_a_model_of_torchs_modules_has_the_line_of_its_own_call(lent, caplog):
     third = [capture(net, (draw(3, 8),)) for net in made]
     assert [len(programs) for programs in recapture._BY_STRUCTURE.values()] == [3]
     assert len({graph.ops[0].source for graph in third}) == 1 and not caplog.records
+
+
+def closing(*inner):
+    """A function that calls others, which it closes over."""
+    return lambda m, x: inner[0](m, x)
+
+
+def wrapping(inner):
+    return lambda m, x: inner(m, x)
+
+
+def mutual():
+    def even(m, x, n=2):
+        return x if n == 0 else odd(m, x * m.k, n - 1)
+
+    def odd(m, x, n):
+        return x if n == 0 else even(m, x + 1, n - 1)
+
+    return even
+
+
+def test_functions_that_close_over_others(shared):
+    """Wrappers are told apart by what they call; functions may call one another."""
+    inner = [times, lambda m, x: x + m.k, lambda m, x: x * m.k]
+    for f in [*map(wrapping, inner), *map(closing, inner), mutual(), partial(times), mutual(), wrapping(mutual())] * 2:
+        net, x = Lookalike(f), draw(3, 8)
+        same(capture(net, (x,)), exported_alone(net, (x,)))
+    structures = {recapture.structure_of(Lookalike(wrapping(f)), None, None, False, None, ((), {})) for f in inner}
+    assert len(structures) == len(inner)
+
+
+def test_threads_share_the_programs(lent):
+    """Several threads keep programs and look them up at once, within the limit."""
+    exported = recapture.Program(torch.export.export(Language(), (labels(32, 16).view(4, 8),), strict=False))
+    with ThreadPoolExecutor(3) as threads:
+        for use in (recapture.keep_for_structure, lambda key, _: recapture.programs_of_structure(key)) * 2:
+            list(threads.map(use, range(300), [exported] * 300))
+    held = sum(len(programs) for programs in recapture._BY_STRUCTURE.values())
+    assert 1 < held * exported.length <= recapture.MOST_NODES
 
 
 @pytest.mark.parametrize("loss", [lambda y, t: (y - t).square().mean(), lambda y, t: (y - t).abs().mean()])

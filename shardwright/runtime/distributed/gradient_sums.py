@@ -610,15 +610,19 @@ class GradientSums:
                 self._start(self._buckets[self._next])
                 self._next += 1
 
-    def _begin(self) -> None:
-        self._backward, self._next = backward_number(), 0
+    def _clear(self) -> None:
+        """Empty the buckets. Where an earlier backward ended in an error, sums under way keep their memory."""
         for bucket in self._buckets:
             bucket.clear()
-            if self._travelling:  # a backward ended in an error: sums under way keep their memory
+            if self._travelling:
                 bucket.sums.forget()
         self._travelling.clear()
         for scatters in self._scatter_buckets.values():
             scatters.clear()
+
+    def _begin(self) -> None:
+        self._backward, self._next = backward_number(), 0
+        self._clear()
         at_backward_end(self._finish)
 
     def _finish(self) -> None:

@@ -49,13 +49,7 @@ class StageSums(GradientSums):
     def begin_step(self, step: StageWeights) -> None:
         """Begin a step; its complete gradients go to `StageWeights.take`."""
         self._step, self._next, self._carried, self._second_half = step, 0, [], False
-        for bucket in self._buckets:
-            bucket.clear()
-            if self._travelling:  # a step ended in an error: sums under way keep their memory
-                bucket.sums.forget()
-        self._travelling.clear()
-        for scatters in self._scatter_buckets.values():
-            scatters.clear()
+        self._clear()
         self._places = {p: (k, i) for k, bucket in enumerate(self._buckets) for i, p in enumerate(bucket.parameters)}
 
     def finish_step(self) -> None:
