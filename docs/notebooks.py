@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -44,7 +45,7 @@ def run(notebook: Notebook) -> Notebook:
 
     cells, number = [], 0
     config = Config({"HistoryManager": {"enabled": False}})
-    with TemporaryDirectory() as folder, mock.patch.dict(os.environ, IPYTHONDIR=folder):
+    with TemporaryDirectory() as folder, mock.patch.dict(os.environ, IPYTHONDIR=folder), prompts_kept():
         InteractiveShell.clear_instance()
         shell = InteractiveShell.instance(config=config)
         try:
@@ -58,6 +59,21 @@ def run(notebook: Notebook) -> Notebook:
             shell.restore_sys_module_state()
             InteractiveShell.clear_instance()
     return {**notebook, "cells": cells}
+
+
+@contextmanager
+def prompts_kept() -> Iterator[None]:
+    """A shell gives `sys` prompts, by which libraries know a terminal: they are put back at the end."""
+    names = ("ps1", "ps2", "ps3")
+    before = {name: getattr(sys, name) for name in names if hasattr(sys, name)}
+    try:
+        yield
+    finally:
+        for name in names:
+            if name in before:
+                setattr(sys, name, before[name])
+            elif hasattr(sys, name):
+                delattr(sys, name)
 
 
 def outputs(shell: Any, source: str, number: int) -> list[dict[str, Any]]:

@@ -97,9 +97,15 @@ class ShardwrightStrategy(DDPStrategy):
     validation and ``ckpt_path`` work as usual. A checkpoint is loaded before the first call of the model, as
     ``fit(ckpt_path=…)`` does.
 
+    One process (``devices=1``) is this one, also in a notebook; more processes need a script, as Lightning's ``"ddp"``.
+
     Raises:
         SettingError: a module without an `AutoParallel`, or with trained parameters outside of one.
     """
+
+    def _configure_launcher(self) -> None:
+        if self.num_processes * self.num_nodes > 1:
+            super()._configure_launcher()  # otherwise nothing is launched, which a notebook may do
 
     def setup_environment(self) -> None:
         super().setup_environment()

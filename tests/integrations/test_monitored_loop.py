@@ -163,9 +163,9 @@ def rows_task(fails_at: int = -1) -> Any:
     return Task()
 
 
-def fitted(folder: str, task: Any, *callbacks: Any) -> None:
+def fitted(folder: str, task: Any, *callbacks: Any, **more: Any) -> None:
     loader = torch.utils.data.DataLoader(Rows(32), 4)
-    given = lightnings(folder) | {"max_steps": 4, "val_check_interval": 3, "check_val_every_n_epoch": None}
+    given = lightnings(folder) | {"max_steps": 4, "val_check_interval": 3, "check_val_every_n_epoch": None} | more
     lightning.Trainer(devices=1, callbacks=list(callbacks), **given).fit(task, loader, loader)
 
 
@@ -190,3 +190,13 @@ def test_lightnings_monitor_is_closed_where_training_raises(tmp_path) -> None:
     with pytest.raises(KeyError, match="disk"):
         fitted(f"{tmp_path}", rows_task(fails_at=5), monitor)
     assert writer.flushed == 1 and len(out.getvalue().splitlines()) == 2
+
+
+def test_lightnings_strategy_in_a_notebook_is_one_process(tmp_path, monkeypatch) -> None:
+    """Lightning knows a notebook by the prompts of `sys`, once, when it is imported."""
+    monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
+    task = rows_task()
+    fitted(f"{tmp_path}", task, strategy=our_lightning.ShardwrightStrategy())
+    assert len(task.losses) == 8
+    with pytest.raises(Exception, match="not compatible with an interactive environment"):
+        lightning.Trainer(strategy=our_lightning.ShardwrightStrategy(), **lightnings(f"{tmp_path}") | {"devices": 2})

@@ -27,7 +27,9 @@ def test_a_function_is_a_function() -> None:
 
 
 @pytest.fixture
-def shell() -> Iterator[Any]:
+def shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    for prompt in ("ps1", "ps2", "ps3"):  # an interactive shell gives them to `sys`; afterwards they are as before
+        monkeypatch.setattr(sys, prompt, "", raising=False)
     interactive = pytest.importorskip("IPython.core.interactiveshell")
     pytest.importorskip("jedi")
     main = sys.modules["__main__"]
