@@ -163,6 +163,34 @@ def _alone(source: Layout, use: Use, gradient: bool) -> tuple[tuple[Redistributi
     return tuple((c, back) for c, back in both if not c.is_identity)
 
 
+@lru_cache(maxsize=1 << 10)
+def _terms(
+    sources: tuple[Layout, ...], uses: tuple[frozenset[Use], ...], gradient: bool
+) -> tuple[tuple[tuple[Redistribution, bool], ...], np.ndarray, np.ndarray, np.ndarray]:
+    """The sums in a table of prices, which depend on no size.
+
+    Args:
+        sources, uses, gradient: the layouts, the sets of uses, and whether the value has a gradient.
+
+    Returns:
+        The distinct redistributions; the place among them of each term; the cell of each term; and the cells that
+        cannot be served. Cell ``i * len(uses) + j`` is that of layout i and set j.
+    """
+    place: dict[tuple[Redistribution, bool], int] = {}
+    terms, cells, forbidden = [], [], []
+    for i, source in enumerate(sources):
+        for j, some in enumerate(uses):
+            cell = i * len(uses) + j
+            found = redistributions_of(source, some, gradient) if some else ()
+            if found is None:
+                forbidden.append(cell)
+                continue
+            for each in found:
+                terms.append(place.setdefault(each, len(place)))
+                cells.append(cell)
+    return tuple(place), np.array(terms, np.int32), np.array(cells, np.int32), np.array(forbidden, int)
+
+
 class EdgeCosts:
     """Prices of deliveries in seconds, and costs of operators; each is computed once.
 
@@ -174,9 +202,6 @@ class EdgeCosts:
         self.costs = costs
         self.known: dict[tuple[Hashable, ...], np.ndarray] = {}
         self.op_costs: dict[Hashable, dict[Strategy, OpCost]] = {}  # by kind of operator
-        self.terms: dict[
-            tuple[object, ...], tuple[list[tuple[Redistribution, bool]], np.ndarray, np.ndarray, np.ndarray]
-        ] = {}
 
     def price(self, source: Layout, uses: Iterable[Use], value: Value, parameter: bool = False) -> float:
         """Seconds to serve uses of a value that lies in `source`; infinite where that is impossible."""
@@ -199,11 +224,10 @@ class EdgeCosts:
         """
         key = (sources, uses, value.nbytes, value.requires_grad, parameter, value.master)
         if key not in self.known:
-            found, redistributions, cells, forbidden = self._terms(sources, uses, value.requires_grad)
+            found, redistributions, cells, forbidden = _terms(sources, uses, value.requires_grad)
             price = self.costs.stored if parameter else self.costs.redistribution
-            prices = np.array(
-                [price(c, value.numel * (value.sums if back else value.dtype).itemsize) for c, back in found]
-            )
+            forward, backward = value.numel * value.dtype.itemsize, value.numel * value.sums.itemsize
+            prices = np.array([price(c, backward if back else forward) for c, back in found])
             out = (
                 np.bincount(cells, weights=prices[redistributions], minlength=len(sources) * len(uses))
                 if len(cells)
@@ -218,33 +242,6 @@ class EdgeCosts:
             out[forbidden] = np.inf
             self.known[key] = out.reshape(len(sources), len(uses))
         return self.known[key]
-
-    def _terms(
-        self, sources: tuple[Layout, ...], uses: tuple[frozenset[Use], ...], gradient: bool
-    ) -> tuple[list[tuple[Redistribution, bool]], np.ndarray, np.ndarray, np.ndarray]:
-        """The distinct redistributions, and the cells of the table that hold each; nothing here depends on the
-        value's size."""
-        key = (sources, uses, gradient)
-        if key not in self.terms:
-            place: dict[tuple[Redistribution, bool], int] = {}
-            redistributions, cells, forbidden = [], [], []
-            for i, source in enumerate(sources):
-                for j, some in enumerate(uses):
-                    cell = i * len(uses) + j
-                    found = redistributions_of(source, some, gradient) if some else ()
-                    if found is None:
-                        forbidden.append(cell)
-                        continue
-                    for redistribution in found:
-                        redistributions.append(place.setdefault(redistribution, len(place)))
-                        cells.append(cell)
-            self.terms[key] = (
-                list(place),
-                np.array(redistributions, int),
-                np.array(cells, int),
-                np.array(forbidden, int),
-            )
-        return self.terms[key]
 
 
 # -- prices of operators --
