@@ -32,7 +32,7 @@ DECODER = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
     "intermediate_size": 32,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 32,
@@ -41,12 +41,14 @@ DECODER = {
     "pad_token_id": 0,
     "use_cache": False,
 }
+#: For models whose layers differ from one another, and for one whose layers are equal.
+TWO_LAYERS = {"num_hidden_layers": 2}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 MAMBA = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
     "state_size": 4,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
@@ -85,7 +87,7 @@ def gpt2() -> Built:
 
 @model("transformers")
 def llama() -> Built:
-    return causal("Llama", **DECODER)
+    return causal("Llama", **DECODER | TWO_LAYERS)
 
 
 @model("transformers")
@@ -105,14 +107,14 @@ def mistral() -> Built:
 
 @model("transformers")
 def gemma2() -> Built:
-    return causal("Gemma2", **DECODER, head_dim=8, sliding_window=4)
+    return causal("Gemma2", **DECODER | TWO_LAYERS, head_dim=8, sliding_window=4)
 
 
 @model("transformers")
 def gemma3() -> Built:
     hf = library("transformers")
     config = hf.Gemma3TextConfig(
-        **DECODER, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
+        **DECODER | TWO_LAYERS, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
     )
     return Built(hf.Gemma3ForCausalLM(config).double(), (tokens(),), next_token, tokens(seed=1))
 
@@ -128,7 +130,7 @@ def falcon() -> Built:
         "Falcon",
         vocab_size=VOCABULARY,
         hidden_size=16,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         bos_token_id=1,
         eos_token_id=2,
@@ -144,7 +146,7 @@ def opt() -> Built:
         "OPT",
         vocab_size=VOCABULARY,
         hidden_size=16,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         ffn_dim=32,
         num_attention_heads=4,
         max_position_embeddings=32,
@@ -191,7 +193,7 @@ def deepseek_settings() -> dict[str, Any]:
         "n_group": 2,
         "topk_group": 1,
         "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
+        "first_k_dense_replace": 0,
         "q_lora_rank": 8,
         "kv_lora_rank": 8,
         "qk_nope_head_dim": 8,
@@ -245,7 +247,9 @@ def gpt_oss() -> Built:
 
 @model("transformers")
 def mamba() -> Built:
-    return causal("Mamba", **MAMBA, expand=2, conv_kernel=4)
+    """A step of the scan is an operator each: four tokens."""
+    built = causal("Mamba", **MAMBA, expand=2, conv_kernel=4)
+    return replace(built, inputs=(tokens(ROWS, 4),), target=tokens(ROWS, 4, seed=1))
 
 
 @model("transformers")
@@ -262,7 +266,8 @@ def t5() -> Built:
             d_model=16,
             d_kv=4,
             d_ff=32,
-            num_layers=2,
+            num_layers=2,  # the second layer takes the first one's relative positions
+            num_decoder_layers=1,
             num_heads=4,
             dropout_rate=0.0,
             use_cache=False,
@@ -308,7 +313,7 @@ def bert() -> Built:
             vocab_size=VOCABULARY,
             hidden_size=16,
             intermediate_size=32,
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             num_attention_heads=4,
             max_position_embeddings=16,
             hidden_dropout_prob=0.0,
@@ -327,7 +332,7 @@ def distilbert() -> Built:
             vocab_size=VOCABULARY,
             dim=16,
             hidden_dim=32,
-            n_layers=2,
+            n_layers=1,
             n_heads=4,
             max_position_embeddings=16,
             dropout=0.0,
@@ -347,7 +352,7 @@ def modernbert() -> Built:
             vocab_size=VOCABULARY,
             hidden_size=16,
             intermediate_size=32,
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             num_attention_heads=4,
             max_position_embeddings=16,
             local_attention=4,
@@ -356,7 +361,7 @@ def modernbert() -> Built:
             eos_token_id=2,
             cls_token_id=1,
             sep_token_id=2,
-            global_attn_every_n_layers=2,
+            global_attn_every_n_layers=1,
         )
     ).double()
     return Built(net, (tokens(),), same_token, tokens(seed=1))
@@ -442,7 +447,7 @@ def wav2vec2() -> Built:
 VISION = {
     "hidden_size": 16,
     "intermediate_size": 32,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "image_size": 16,
     "patch_size": 4,

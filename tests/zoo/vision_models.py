@@ -36,7 +36,7 @@ def efficientnet() -> Built:
             [
                 block.MBConvConfig(1, 3, 1, 8, 8, 1),
                 block.FusedMBConvConfig(2, 3, 2, 8, 16, 1),
-                block.MBConvConfig(2, 5, 2, 16, 16, 2),
+                block.MBConvConfig(2, 5, 2, 16, 16, 1),
             ],
             dropout=0.0,
             stochastic_depth_prob=0.0,
@@ -50,7 +50,7 @@ def efficientnet() -> Built:
 def swin() -> Built:
     tv = library("torchvision")
     return vision(
-        tv.models.SwinTransformer([2, 2], 16, [2, 2], [2, 4], [4, 4], num_classes=4, stochastic_depth_prob=0.0), size=16
+        tv.models.SwinTransformer([2, 2], 16, [2, 1], [2, 4], [4, 4], num_classes=4, stochastic_depth_prob=0.0), size=16
     )
 
 
@@ -83,14 +83,14 @@ def densenet() -> Built:
 @model("torchvision")
 def shufflenet() -> Built:
     tv = library("torchvision")
-    return vision(tv.models.ShuffleNetV2([2, 2, 2], [8, 16, 16, 32, 32], num_classes=4))
+    return vision(tv.models.ShuffleNetV2([2, 1, 1], [8, 16, 16, 32, 32], num_classes=4))
 
 
 @model("torchvision")
 def regnet() -> Built:
     tv = library("torchvision")
     params = tv.models.regnet.BlockParams.from_init_params(
-        depth=4, w_0=8, w_a=4.0, w_m=2.0, group_width=8, se_ratio=0.25
+        depth=3, w_0=8, w_a=4.0, w_m=2.0, group_width=8, se_ratio=0.25
     )
     return vision(tv.models.RegNet(params, num_classes=4, stem_width=8))
 
@@ -105,7 +105,7 @@ def timm(name: str, size: int = 32, **settings: Any) -> Built:
 @model("timm")
 def timm_mixer() -> Built:
     mixer = library("timm").models.mlp_mixer
-    return vision(mixer.MlpMixer(num_classes=4, img_size=16, patch_size=4, num_blocks=2, embed_dim=16), 16)
+    return vision(mixer.MlpMixer(num_classes=4, img_size=16, patch_size=4, num_blocks=1, embed_dim=16), 16)
 
 
 @model("timm")
@@ -116,7 +116,7 @@ def timm_gmlp() -> Built:
             num_classes=4,
             img_size=16,
             patch_size=4,
-            num_blocks=2,
+            num_blocks=1,
             embed_dim=16,
             mlp_ratio=4,
             block_layer=mixer.SpatialGatingBlock,
@@ -133,7 +133,7 @@ def timm_poolformer() -> Built:
 
 @model("timm", slow=True)
 def timm_levit() -> Built:
-    return timm("levit_128s", 32, img_size=32, embed_dim=(16, 16, 16), key_dim=4, num_heads=(2, 2, 2), depth=(1, 1, 1))
+    return timm("levit_128s", 32, img_size=32, embed_dim=(16, 16), key_dim=4, num_heads=(2, 2), depth=(1, 1))
 
 
 @model("timm")
@@ -143,7 +143,7 @@ def timm_vit() -> Built:
         16,
         img_size=16,
         patch_size=4,
-        depth=2,
+        depth=1,
         embed_dim=16,
         num_heads=4,
         class_token=False,
