@@ -241,18 +241,30 @@ class _OnOneMachine(AutoParallel):
 
 @dataclass
 class _ModelCopy:
-    """A copy of the model, the loss and the inputs in one dtype."""
+    """A copy of the model, the loss and the inputs in one dtype.
+
+    Attributes:
+        values: (tensor of the copy, its value at the beginning in the model's dtype) of the model's whole state.
+    """
 
     net: nn.Module
     loss_fn: Callable[..., object] | None
     args: tuple[object, ...]
     kwargs: dict[str, object]
     policy: MixedPrecision | None
+    values: list[tuple[Tensor, Tensor]]
 
     def plain(self) -> object:
         if self.loss_fn is None:
             return one_device(self.policy, self.net, self.args, self.kwargs)
         return self.loss_fn(one_device(self.policy, self.net, self.args[:-1], self.kwargs), self.args[-1])
+
+    def restore(self) -> None:
+        """Give the tensors of the model the values that they began with, and no gradients."""
+        with torch.no_grad():
+            for tensor, value in self.values:
+                tensor.grad = None
+                tensor.copy_(value)
 
     def named(self) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
         """Parameters and buffers by their names in a plan."""
@@ -319,12 +331,13 @@ class _Verification:
             try:
                 for dtype in sorted(self.dtypes, key=lambda dtype: dtype != torch.float64):
                     with _default_dtype(dtype):
-                        row, plan = self.compare(dtype, notes)
+                        row, program, copied = self.compare(dtype, notes)
+                        plan = program.plan
                         rows.append(row)
                         if found is None and (not row.ok or row.coarser) and not row.overflow:
                             # A coarse tolerance can hide a small error in the results; a comparison operator by
                             # operator finds it.
-                            found = self.search(dtype)
+                            found = self.search(dtype, program, copied)
             finally:
                 self.rewind()
         assert plan is not None
@@ -337,12 +350,14 @@ class _Verification:
             return x.detach().to(dtype if x.is_floating_point() else x.dtype, copy=True)
 
         memo: dict[int, object] = {}  # by id, as `copy.deepcopy` has it; `self.state` owns the tensors
+        values: list[tuple[Tensor, Tensor]] = []
         for tensor, value in self.state:
             new = cast(value)
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
             new.__dict__.update(vars(tensor))  # marks on a parameter hold for its copy
             memo[id(tensor)] = new
+            values.append((new, value))
         try:
             net, loss_fn = copy.deepcopy((self.net, self.loss_fn), memo)
         except (TypeError, RuntimeError) as error:
@@ -350,9 +365,12 @@ class _Verification:
                 f"the model cannot be copied: {error}", legal="a model that copy.deepcopy copies"
             ) from error
         args, kwargs = closed(pytree.tree_map_only(Tensor, cast, opened((self.args, self.kwargs))))
-        return _ModelCopy(net, loss_fn, args, kwargs, self.policy)
+        return _ModelCopy(net, loss_fn, args, kwargs, self.policy, values)
 
-    def compare(self, dtype: torch.dtype, notes: dict[str, None]) -> tuple[Differences, Plan | PipelinePlan]:
+    def compare(
+        self, dtype: torch.dtype, notes: dict[str, None]
+    ) -> tuple[Differences, StepProgram | PipelineProgram, _ModelCopy]:
+        """The differences in one dtype, the program of the parallel run, and the copy that it has trained."""
         one, copied = self.copied(dtype), self.copied(dtype)
         program = self.program(copied)
         self.loss_of = _loss_of
@@ -390,7 +408,8 @@ class _Verification:
             key=Worst.excess,
         )
         tolerance = self.tolerances[dtype]
-        return Differences(dtype, losses, gradients, parameters, tolerance, parallel.failure, overflow), plan
+        row = Differences(dtype, losses, gradients, parameters, tolerance, parallel.failure, overflow)
+        return row, program, copied
 
     def program(self, copied: _ModelCopy) -> StepProgram | PipelineProgram:
         """The program of a copy. Errors of planning are raised to the user."""
@@ -438,14 +457,17 @@ class _Verification:
         run.parameters, run.buffers = parameters, copied.named()[1]  # a forward may have assigned buffers
         return run
 
-    def search(self, dtype: torch.dtype) -> FirstDifference | None:
-        one, copied = self.copied(dtype), self.copied(dtype)
-        program = self.program(copied)
+    def search(
+        self, dtype: torch.dtype, program: StepProgram | PipelineProgram, trained: _ModelCopy
+    ) -> FirstDifference | None:
+        """Search the first step of a program, on the copy of the model that it has trained, from the beginning."""
+        one, fresh = self.copied(dtype), self.copied(dtype)
         call = self.on_one_device(one, program)
         self.rewind()
         plain = call()
-        parameters, buffers = copied.named()
-        inputs = [x for x in pytree.tree_leaves(opened((copied.args, copied.kwargs))) if isinstance(x, Tensor)]
+        trained.restore()
+        parameters, buffers = trained.named()
+        inputs = [x for x in pytree.tree_leaves(opened((fresh.args, fresh.kwargs))) if isinstance(x, Tensor)]
         self.rewind()
         return find_first_difference(
             program,

@@ -11,6 +11,7 @@ import operator_functional
 import pytest
 import torch
 import torch.nn as nn
+from capture_count import counted_captures
 from paths import EXAMPLES
 
 import shardwright as sw
@@ -371,6 +372,14 @@ def test_a_part_in_float32_has_its_tolerance_and_nothing_else_has():
     assert gradients == {n: torch.float64 if n.startswith("beside") else torch.float32 for n in gradients}
     assert f"allowed in float64: the tolerance of float32 ({through.operator}, {wide}) for" in report.summary()
     assert not sw.verify(Normed(), torch.randn(16, 16), dtypes=(torch.float32,), **given).headline.coarser
+
+
+def test_the_search_for_a_first_difference_takes_the_program_that_was_compared(monkeypatch):
+    """From the values at the beginning: nothing is captured again, and steps before it leave nothing behind."""
+    made = counted_captures(monkeypatch)
+    report = sw.verify(Normed(), torch.randn(16, 16), steps=2, dtypes=(torch.float64,), devices=4)
+    assert report.headline.coarser and report.ok and report.first_difference is None, report.summary()
+    assert made == ["export"]
 
 
 def test_a_fault_above_the_tolerance_is_found_beside_a_part_in_float32():
