@@ -96,17 +96,34 @@ CPU_LISTS = [
 
 
 def entries() -> list[Any]:
-    """The entries of both lists, those with several examples numbered."""
+    """The entries of both lists, those with several examples numbered.
+
+    The same call is one entry, with all lists that have it: both devices' entries run under the autocast of the CPU.
+    """
     torch.manual_seed(0)
-    out, seen = [], {}
+    out, seen, known = [], {}, {}
     for device, lists, names in (
         ("cpu", AutocastCPUTestLists("cpu"), CPU_LISTS),
         ("cuda", AutocastTestLists("cpu"), CUDA_LISTS),
     ):
         for name, operator, call in listed(lists, names):
             seen[device, operator] = seen.get((device, operator), 0) + 1
-            out.append(pytest.param(name, call, id=f"{device}-{name}-{operator}-{seen[device, operator]}"))
+            key = same_call(call)
+            if key in known:
+                known[key].append(name)
+                continue
+            lists_of = known[key] = [name]
+            out.append(pytest.param(lists_of, call, id=f"{device}-{name}-{operator}-{seen[device, operator]}"))
     return out
+
+
+def same_call(call: Called) -> tuple:
+    """The key of calls that differ in the values of their tensors alone, those in half precision in either one."""
+    tensors = [
+        (tuple(x.shape), x.stride(), "half" if x.dtype in (BF16, FP16) else x.dtype, x.requires_grad)
+        for x in call.tensors
+    ]
+    return call.function, repr(call.leaves), str(call.spec), repr(sorted(call.kwargs.items())), repr(tensors)
 
 
 def given(call: Called, dtype: torch.dtype) -> list[Tensor]:
@@ -189,8 +206,8 @@ CUT: set[str] = set()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("list_name", "call"), entries())
-def test_listed_operators_on_four_devices(list_name: str, call: Called) -> None:
+@pytest.mark.parametrize(("lists_of", "call"), entries())
+def test_listed_operators_on_four_devices(lists_of: list[str], call: Called) -> None:
     """On the CPU under its autocast, for operators of either list: whole, and by strategies of its own."""
     known: list[tuple] = []  # those of the other precision
     for dtype, count in ((BF16, 2), (FP16, 1)):
@@ -237,7 +254,7 @@ def test_listed_operators_on_four_devices(list_name: str, call: Called) -> None:
                 pending += strategies(model.plan.graph, count)
             else:
                 known = known or [strategy]
-                CUT.add(f"{list_name} {call.function.__name__}")
+                CUT.update(f"{name} {call.function.__name__}" for name in lists_of)
             what = f"{call.function.__name__} in {dtype} cut {strategy}"
             assert_close(got, expected, coarsest, what)
             if gradients is not None:
