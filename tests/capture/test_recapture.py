@@ -270,12 +270,12 @@ def test_a_light_run_gives_the_graph_of_an_export(case, captures):
     if case == "constants":
         net.__dict__["held"] = torch.ones(8, dtype=D)
     choose = random.Random(case)
-    sizes = [(4, 6), (4, 3), (5, 7), (1, 4), (3, 1), (choose.randint(2, 9), choose.randint(2, 9))]
+    sizes = [(4, 6), (4, 3), (1, 4), (3, 1), (choose.randint(2, 9), choose.randint(2, 9))]
     made = [inputs(*size) for size in sizes]
     follows = followed(captures, net, *(x if isinstance(x, tuple) else (x,) for x in made), **given)
     # The rest of an empty slice is another program. So is attention over one row in torch 2.9, which does not copy it.
     one_less = case == "slices in place" or (case == "attention" and torch.__version__ < "2.10")
-    most = 4 if one_less else 5
+    most = 3 if one_less else 4
     assert sum(follows) >= most, list(zip(sizes[1:], follows))
 
 
@@ -359,7 +359,7 @@ OTHER_AT_EACH_SIZE = {
 @pytest.mark.parametrize("kind", MADE_HERE)
 def test_constants_that_the_forward_makes_are_those_of_each_size(kind, captures):
     """Each graph is that of an export, and a wrapped model computes at each size what one device does."""
-    net, sizes = Apply(MADE_HERE[kind]), ((4, 6), (6, 6), (4, 3), (8, 5), (1, 7), (2, 1), (4, 6), (12, 10))
+    net, sizes = Apply(MADE_HERE[kind]), ((4, 6), (6, 6), (4, 3), (1, 7), (2, 1), (4, 6))
     follows = followed(captures, net, *((draw(*size, 8),) for size in sizes))
     assert all(follows) == (kind not in OTHER_AT_EACH_SIZE), follows
     sw.init(devices=4)
