@@ -113,9 +113,10 @@ def test_a_model_of_the_same_structure_follows_the_program_of_an_earlier_one(sha
 @pytest.mark.parametrize("rows", [3, 6])
 def test_the_graph_of_a_lookalike_is_that_of_its_export(shared, rows):
     """All after one another, so that each meets the programs of those before."""
-    for case in [partial(Lookalike, times), *LOOKALIKES.values()] * 2:
-        net, x = case(), draw(rows, 8)
-        same(capture(net, (x,)), exported_alone(net, (x,)))
+    x, cases = draw(rows, 8), [partial(Lookalike, times), *LOOKALIKES.values()]
+    alone = [exported_alone(case(), (x,)) for case in cases]
+    for case, reference in list(zip(cases, alone, strict=True)) * 2:
+        same(capture(case(), (x,)), reference)
     assert shared.count("light run") > len(LOOKALIKES)
 
 
