@@ -16,8 +16,17 @@ def vision(net: nn.Module, size: int = 32, count: int = 4, rows: int = ROWS) -> 
 
 @model("torchvision")
 def resnet() -> Built:
-    tv = library("torchvision")
-    return vision(tv.models.resnet.ResNet(tv.models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=4))
+    module = library("torchvision").models.resnet
+
+    class Narrow(module.ResNet):
+        """An eighth of the channels in each stage, which the library fixes."""
+
+        def _make_layer(self, block: Any, planes: int, *args: Any, **kwargs: Any) -> nn.Module:
+            return super()._make_layer(block, planes // 8, *args, **kwargs)
+
+    net = Narrow(module.BasicBlock, [1, 1, 1, 1], num_classes=4)
+    net.fc = nn.Linear(64, 4)
+    return vision(net)
 
 
 @model("torchvision")
