@@ -280,7 +280,9 @@ def compiled_losses(rank, world):
 
 
 def test_compiled_on_slices():
-    torch.compile(torch.relu, backend="aot_eager")(torch.ones(1))  # its imports: once here, and not in every rank
+    torch.compile(torch.relu, backend="aot_eager")(
+        torch.ones(1, requires_grad=True)
+    )  # its imports: once here, and not in every rank
     plain = net()
     expected = train(alone(plain), list(plain.parameters()), "AdamW")
     for losses in run_ranks(compiled_losses, DEVICES):
