@@ -47,8 +47,11 @@ def largest(x: Tensor) -> float:
     """The largest finite magnitude in a tensor; 0 where there is none."""
     if x.numel() == 0:
         return 0.0
-    size = _wide(x).abs()  # bools have no abs
-    return size.double().nan_to_num(0.0, 0.0, 0.0).max().item()
+    size = _wide(x).abs().double()  # bools have no abs
+    most = size.max().item()
+    if math.isfinite(most):
+        return most
+    return size.nan_to_num(0.0, 0.0, 0.0).max().item()
 
 
 def difference(reference: Tensor, other: Tensor, floor: float = 0.0) -> float:
@@ -62,8 +65,10 @@ def difference(reference: Tensor, other: Tensor, floor: float = 0.0) -> float:
     if reference.numel() == 0:
         return 0.0
     a, b = _wide(reference), _wide(other)
-    same = (a == b) | (a.isnan() & b.isnan())
-    apart = (a - b).abs().masked_fill(same, 0.0).max().item()
+    apart = (a - b).abs().max().item()
+    if not math.isfinite(apart):  # elements are infinite or NaN: those that agree do not count
+        same = (a == b) | (a.isnan() & b.isnan())
+        apart = (a - b).abs().masked_fill(same, 0.0).max().item()
     if apart == 0.0 or not math.isfinite(apart):
         return 0.0 if apart == 0.0 else math.inf
     return apart / max(largest(a), largest(b), floor)
