@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from shardwright.capture.export import capture
 from shardwright.capture.graph_reader import MarkUse
 from shardwright.cluster import Cluster
-from shardwright.cost.communication_schedule import Fusion
+from shardwright.cost.communication_schedule import Fusion, forward_collectives
 from shardwright.graph import Graph, Op
 from shardwright.layout import digits_size
 from shardwright.planners.planning_problem import PriceBook
@@ -59,14 +59,14 @@ class Outcome:
     Attributes:
         cut, operators: how many operators are cut, and how many have a dim that may be cut in two.
         parameters: how many parameters are cut, and how many there are.
-        collectives: how many a device takes part in, in a step.
+        sends: True where the devices take part in a collective.
         worst: of losses, gradients and parameters, that which differs most by what is allowed of it.
     """
 
     cut: int
     operators: int
     parameters: tuple[int, int]
-    collectives: int
+    sends: bool
     worst: Worst
 
     @property
@@ -136,7 +136,7 @@ class Zoo:
             sum(bool(d.assignment.used) for d in could),
             len(could),
             (len(cut), sum(p.trainable for p in plan.parameters.values())),
-            len(plan.collectives(0)),
+            any(True for i in plan.program.instructions for _ in forward_collectives(i)) or bool(plan.collectives(0)),
             found,
         )
 
