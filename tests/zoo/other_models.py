@@ -24,7 +24,7 @@ def unet2d() -> Built:
             layers_per_block=1,
             norm_num_groups=4,
             down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-            up_block_types=("UpBlock2D", "UpBlock2D"),
+            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
             attention_head_dim=4,
         )
         .double()

@@ -193,7 +193,8 @@ def deepseek_settings() -> dict[str, Any]:
         "n_group": 2,
         "topk_group": 1,
         "n_shared_experts": 1,
-        "first_k_dense_replace": 0,
+        **TWO_LAYERS,
+        "first_k_dense_replace": 1,  # the second layer has experts
         "q_lora_rank": 8,
         "kv_lora_rank": 8,
         "qk_nope_head_dim": 8,
@@ -237,6 +238,7 @@ def gpt_oss() -> Built:
     return mixture(
         "GptOss",
         "batched_mm",
+        **TWO_LAYERS,  # the first one's attention slides
         head_dim=8,
         num_local_experts=4,
         num_experts_per_tok=2,
@@ -352,7 +354,7 @@ def modernbert() -> Built:
             vocab_size=VOCABULARY,
             hidden_size=16,
             intermediate_size=32,
-            num_hidden_layers=1,
+            num_hidden_layers=2,
             num_attention_heads=4,
             max_position_embeddings=16,
             local_attention=4,
@@ -361,7 +363,7 @@ def modernbert() -> Built:
             eos_token_id=2,
             cls_token_id=1,
             sep_token_id=2,
-            global_attn_every_n_layers=1,
+            global_attn_every_n_layers=2,
         )
     ).double()
     return Built(net, (tokens(),), same_token, tokens(seed=1))
