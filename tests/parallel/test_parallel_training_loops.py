@@ -280,9 +280,8 @@ def compiled_losses(rank, world):
 
 
 def test_compiled_on_slices():
-    torch.compile(torch.relu, backend="aot_eager")(
-        torch.ones(1, requires_grad=True)
-    )  # its imports: once here, and not in every rank
+    # What a compiled forward and backward import is imported once here, and not in every rank.
+    torch.compile(torch.relu, backend="aot_eager")(torch.ones(1, requires_grad=True))
     plain = net()
     expected = train(alone(plain), list(plain.parameters()), "AdamW")
     for losses in run_ranks(compiled_losses, DEVICES):
