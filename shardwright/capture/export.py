@@ -32,7 +32,7 @@ from ..autocast import current
 from ..errors import CaptureError, ShardwrightError
 from ..garbage_collection import gc_paused, roomy_stack
 from ..graph import Graph
-from ..identity_tables import IdentityMap
+from ..identity_tables import IdentityMap, IdentitySet
 from ..launch.progress import Work
 from ..mixed_precision import MixedPrecision, captured_types, casts, masters, with_masters
 from ..pytree_objects import closed, opened
@@ -355,8 +355,8 @@ def _first_capture(
     structure: Callable[[Call], Hashable],
 ) -> Captured:
     """A capture that follows none of the model's own programs: it follows that of another model, or exports."""
-    key = structure(call)
-    lookalikes = [program for program in programs_of_structure(key) if program not in programs]
+    key, own = structure(call), IdentitySet(program.exported for program in programs)
+    lookalikes = [program for program in programs_of_structure(key) if program.exported not in own]
     if lookalikes:
         made, reason = captured([call], programs=lookalikes, of_lookalikes=True)
         if reason is None:

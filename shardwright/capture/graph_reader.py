@@ -435,7 +435,7 @@ class GraphReader(InPlaceReader):
                     (value,),
                     (cast,),
                     module_path(node, self.prefix),
-                    source_of(node),
+                    self.nodes.line(node),
                 )
             )
             self.uncast[name] = value
@@ -668,7 +668,7 @@ class GraphReader(InPlaceReader):
                 inputs,
                 outputs,
                 module_path(node, self.prefix),
-                source_of(node),
+                self.nodes.line(node),
                 number=number if seeded else 0,
             )
         )

@@ -178,7 +178,8 @@ class GraphTemplate:
             args = tuple([_argument(*each, values) for each in zip(op.args, args)])
             if kwargs:
                 kwargs = {name: _argument(op.kwargs[name], x, values) for name, x in kwargs.items()}
-            op = changed(op, args=args, kwargs=kwargs, inputs=values_in((args, kwargs)), outputs=outputs)
+            read, line = values_in((args, kwargs)), nodes.line(node)
+            op = changed(op, args=args, kwargs=kwargs, inputs=read, outputs=outputs, source=line)
             ops.append(op)
             if nodes.results is not None:
                 share_form(op, forms.once("form", (form, nodes.results), partial(form_of, op)))

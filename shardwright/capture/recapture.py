@@ -17,12 +17,14 @@ program, or calls them in other modules or on other tensors, the two differ (`Di
 
 A further model of the same structure (modules, parameters, kind of call) follows the program of an earlier one, which
 may be gone: a model that is planned in several modes, or built once for each setting that is tried. Each operator must
-be called at the line of the user's code that the program has, or the model is exported. A program with constants is
-followed by its own model alone.
+be called at the line of the user's code that the program has, or the model is exported. Operators of torch's modules
+have the line at which the model is called, and that of another call follows. A program with constants is followed by
+its own model alone.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 import types
 import weakref
@@ -117,10 +119,24 @@ class Program:
 
     def __init__(self, exported: ExportedProgram) -> None:
         self.exported = exported
-        self.called_at = calling_line()
+        self.called_at = self._exported_at = calling_line()
         self.template: object = None  # the latest graph that was read of it, as a `GraphTemplate`
         self._by_meta: dict[Target, bool | None] = {}
-        self._nodes: dict[Target | str, list[torch.fx.Node]] | None = None
+        self._nodes: dict[Target | str, list[torch.fx.Node]] = {}
+
+    def moved(self) -> Program:
+        """The program of a model that is called at the line that runs now."""
+        now = calling_line()
+        if now == self.called_at or now is None:
+            return self
+        made = copy.copy(self)
+        made.called_at = now
+        return made
+
+    def line(self, node: torch.fx.Node) -> str:
+        """The user's line of a node. Operators of a model of torch's modules have the line of its call."""
+        line = source_of(node)
+        return self.called_at or "" if line == self._exported_at else line
 
     def followed(self, read: Callable[[Program, AsExported], Read]) -> Read:
         """The result of ``read(program, nodes)`` for the program itself."""
@@ -131,11 +147,6 @@ class Program:
         """The number of its nodes."""
         return sum(len(m.graph.nodes) for m in self.exported.graph_module.modules() if hasattr(m, "graph"))
 
-    @cached_property
-    def is_of_its_call(self) -> bool:
-        """True where operators have no line of the user's code but that of the call: a model of torch's modules."""
-        return any(source_of(node) == self.called_at for node in self.exported.graph.nodes)
-
     def by_meta(self, target: Target) -> bool | None:
         """True where tensors on the meta device tell of an operator what fake tensors have told in this program; None
         for an operator that the program does not call.
@@ -144,8 +155,7 @@ class Program:
         results in their own way, which fake tensors follow.
         """
         if target not in self._by_meta:
-            if self._nodes is None:
-                self._nodes = {}
+            if not self._nodes:
                 for module in self.exported.graph_module.modules():
                     for node in getattr(getattr(module, "graph", None), "nodes", ()):
                         self._nodes.setdefault(node.target, []).append(node)
@@ -287,8 +297,7 @@ def programs_of_structure(structure: Hashable) -> list[Program]:
         found = list(_BY_STRUCTURE.get(structure, ()))
         if found:
             _BY_STRUCTURE.move_to_end(structure)
-    now = calling_line()
-    return [program for program in found if program.called_at == now or not program.is_of_its_call]
+    return [program.moved() for program in found]
 
 
 def keep_for_structure(structure: Hashable, program: Program) -> None:
@@ -392,9 +401,7 @@ class LightRun:
         """
         reasons = []
         for program in self._programs:
-            nodes = AsRun(
-                self._calls, self._modules, self._inputs, self._named, program.exported.constants, self._outputs
-            )
+            nodes = AsRun(program, self._calls, self._modules, self._inputs, self._named, self._outputs)
             try:
                 return read(program, nodes)
             except Differs as reason:
@@ -488,6 +495,10 @@ class LightRun:
 class AsExported:
     """The nodes of an exported program with their own arguments and results."""
 
+    def line(self, node: torch.fx.Node) -> str:
+        """The user's line of a node."""
+        return source_of(node)
+
     def source(self, node: torch.fx.Node, spec: InputSpec) -> object:
         """The tensor, or the plain input, that a placeholder of the program stands for."""
         return node.meta.get("val")
@@ -524,28 +535,32 @@ class AsRun(AsExported):
     """The nodes of an exported program with the arguments and results of a light run.
 
     Args:
+        program: the program.
         calls: the operators of the run.
         modules: the modules of the run, by path.
         inputs: the inputs of the run, in the order of the program's.
         named: parameters and buffers of the run, by their names in the program.
-        constants: the constants of the program.
         outputs: the outputs of the run, in the order of the program's.
     """
 
     def __init__(
         self,
+        program: Program,
         calls: Sequence[OperatorCall],
         modules: Mapping[str, nn.Module],
         inputs: Sequence[object],
         named: Mapping[str, torch.Tensor | None],
-        constants: Mapping[str, torch.Tensor],
         outputs: Sequence[object],
     ) -> None:
+        self._program = program
         self._calls: Iterator[OperatorCall] = iter(calls)
         self._modules, self._inputs, self._named = modules, iter(inputs), named
-        self._constants, self._outputs = constants, outputs
+        self._constants, self._outputs = program.exported.constants, outputs
         self._made: dict[torch.fx.Node, object] = {}
         self._unseen: dict[torch.fx.Node, torch.Tensor | None] = {}  # the constants
+
+    def line(self, node: torch.fx.Node) -> str:
+        return self._program.line(node)
 
     def source(self, node: torch.fx.Node, spec: InputSpec) -> object:
         if spec.kind is InputKind.USER_INPUT:
@@ -570,8 +585,8 @@ class AsRun(AsExported):
         # A call of a torch.autograd.Function turns gradients off around its forward.
         if (call.grad != grad and target is not OPAQUE) or call.casting.dtypes != casting.dtypes:
             raise Differs(f"{target} is called under other settings of gradients or autocast")
-        if call.line is not None and source_of(node) not in ("", call.line):
-            raise Differs(f"{target} is called at {call.line}, and at {source_of(node)} by an earlier model")
+        if call.line is not None and self.line(node) not in ("", call.line):
+            raise Differs(f"{target} is called at {call.line}, and at {self.line(node)} by an earlier model")
         path = module_path(node, "").partition("@")[0]
         if self._modules.get(path, call.module) is not call.module:
             raise Differs(f"{target} is called in another module than {path!r}")

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from capture_count import counted_captures
+from capture_count import counted_captures, without_lines
 from gpt import GPT
 from small_networks import Apply, D, Marked, draw, labels
 from torch import nn
@@ -44,6 +44,7 @@ def same(made, alone):
     assert replace(made, ops=(), constants={}) == replace(alone, ops=(), constants={})
 
 
+@without_lines
 def followed(captures, net, *calls, **given):
     """Capture a model at the first inputs, then at the others: each graph is that of an export.
 

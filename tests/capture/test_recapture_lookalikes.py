@@ -1,7 +1,6 @@
 """Models of one structure: a further one follows the program of an earlier one, and its graph is that of its export."""
 
 import gc
-import logging
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from capture_count import counted_captures
+from capture_count import counted_captures, without_lines
 from small_networks import D, draw, labels
 from test_recapture import Language, same
 from torch import nn
@@ -39,6 +38,7 @@ def shared(captures, lent):
     return captures
 
 
+@without_lines
 def exported_alone(net, args, **given):
     """The graph of an export, whatever was captured before."""
     earlier = dict(recapture._BY_STRUCTURE)
@@ -120,17 +120,32 @@ def test_the_graph_of_a_lookalike_is_that_of_its_export(shared, rows):
     assert shared.count("light run") > len(LOOKALIKES)
 
 
-def test_a_model_of_torchs_modules_has_the_line_of_its_own_call(lent, caplog):
-    """A program of another line is not tried."""
-    caplog.set_level(logging.INFO, "shardwright.capture")
-    made = [nn.Sequential(nn.Linear(8, 8, dtype=D), nn.ReLU()) for _ in range(3)]
-    first = capture(made[0], (draw(3, 8),))
-    second = capture(made[1], (draw(3, 8),))
-    assert first.ops[0].source != second.ops[0].source
-    assert [len(programs) for programs in recapture._BY_STRUCTURE.values()] == [2]
-    third = [capture(net, (draw(3, 8),)) for net in made]
-    assert [len(programs) for programs in recapture._BY_STRUCTURE.values()] == [3]
-    assert len({graph.ops[0].source for graph in third}) == 1 and not caplog.records
+def test_a_model_of_torchs_modules_has_the_line_of_its_own_call(shared):
+    """It follows a program of another line. Another size keeps the line, and so does the earlier model."""
+    nets = [nn.Sequential(nn.Linear(8, 8, dtype=D), nn.ReLU()) for _ in range(3)]
+    x, further = draw(3, 8), draw(5, 8)
+    first = capture(nets[0], (x,))
+    second, alone = (f(nets[1], (x,)) for f in (capture, exported_alone))
+    assert shared == ["export", "light run", "export"]
+    same(second, alone)
+    del shared[2:]
+    third = [capture(net, (further,)) for net in (*nets, nets[1])]
+    assert shared[2:] == ["light run"] * 4
+    lines = [{op.source for op in graph.ops} for graph in (first, second, *third)]
+    assert all(len(each) == 1 for each in lines)
+    numbers = [int(each.pop().rpartition(":")[2]) for each in lines]
+    assert numbers == [numbers[0], numbers[0] + 1, *[numbers[0] + 5] * 4]
+
+
+def test_a_line_of_the_forward_is_no_line_of_the_call(shared):
+    """Both stand on one line: a later call, of another line, does not move the forward's."""
+    class_ = "class Net(nn.Module):\n    forward = lambda self, x: x.relu() * 2.0"
+    one = f"{class_}; made = lambda: capture(Net(), (x,))\nmade = Net.made"
+    scope = {"capture": capture, "nn": nn, "x": draw(3, 8)}
+    exec(compile(one, "/tmp/users.py", "exec"), scope)
+    graphs = [scope["made"](), capture(scope["Net"](), (draw(3, 8),))]
+    assert shared == ["export", "light run", "export"]
+    assert [{op.source for op in graph.ops} for graph in graphs] == [{"users.py:2"}] * 2
 
 
 def closing(*inner):

@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["counted_captures"]
+__all__ = ["counted_captures", "without_lines"]
+
+
+def without_lines(function: Any) -> Any:
+    """A function that is no code of the user: what it calls has the line of the test."""
+    function.__code__ = function.__code__.replace(co_filename="<support>")
+    return function
 
 
 def counted_captures(monkeypatch: Any = None) -> list[str]:
@@ -36,6 +42,8 @@ def counted_captures(monkeypatch: Any = None) -> list[str]:
         check(*args)
         del seen[before:]
 
+    for function in (exported, Run.__init__, checked):
+        without_lines(function)
     put = setattr if monkeypatch is None else monkeypatch.setattr
     recapture.forget_programs()
     put(recapture, "MOST_PROGRAMS", 0)
