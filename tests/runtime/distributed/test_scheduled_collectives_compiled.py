@@ -441,7 +441,8 @@ def on_ranks(rank: int, world: int) -> dict[str, str | None]:
 
 @pytest.fixture(scope="module")
 def processes() -> list[dict[str, str | None]]:
-    torch.compile(torch.relu, backend="aot_eager")(torch.ones(1))  # its imports: once here, and not in every rank
+    # The imports of a compiler, and of its partitioner: once here, and not in every rank.
+    torch.compile(torch.relu, backend="aot_eager")(torch.ones(1, requires_grad=True))
     return run_ranks(on_ranks, 2)
 
 
