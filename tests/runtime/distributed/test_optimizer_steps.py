@@ -101,15 +101,17 @@ class Dispatched(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def train(net: nn.Module, call: Callable[..., Tensor], optimizer: optim.Optimizer, steps: int = 3) -> None:
+def train(net: nn.Module, call: Callable[..., Tensor], optimizer: optim.Optimizer) -> None:
+    """A step after a backward, and one that is given a closure."""
+
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = call(X, Y)
         loss.backward()
         return loss
 
-    for step in range(steps):
-        if step == 1 or isinstance(optimizer, optim.LBFGS):
+    for step in range(2):
+        if step or isinstance(optimizer, optim.LBFGS):
             optimizer.step(closure)
         else:
             closure(), optimizer.step()
@@ -150,20 +152,24 @@ def scenario(function: Callable[[int, int], None]) -> Callable[[int, int], None]
 
 
 @cache
-def built(kind: str) -> tuple[Mixed, sw.AutoParallel, Mixed, Callable[..., Tensor], list[Tensor]]:
-    """`both`, its layouts decided, and what its parameters begin with: for the steps of many optimizers in turn."""
-    net, model, one, call = both(kind)
-    model(X, Y)
-    return net, model, one, call, [p.detach().clone() for p in (*net.parameters(), *one.parameters())]
+def built(kind: str, make: type[Mixed]) -> tuple[Mixed, sw.AutoParallel, Mixed, Callable[..., Tensor], list[Tensor]]:
+    """`both`, its layouts decided, and what its parameters and buffers begin with: for many optimizers in turn."""
+    net, model, one, call = both(kind, make)
+    model(X, Y), call(X, Y)
+    return net, model, one, call, [x.detach().clone() for x in values(net, one)]
 
 
-def again(kind: str) -> tuple[Mixed, sw.AutoParallel, Mixed, Callable[..., Tensor]]:
-    """`both`, captured once for all scenarios of a rank: its parameters are as at first, without gradients."""
-    net, model, one, call, begun = built(kind)
+def values(*nets: nn.Module) -> list[Tensor]:
+    return [x for net in nets for x in (*net.parameters(), *net.buffers())]
+
+
+def again(kind: str, make: type[Mixed] = Mixed) -> tuple[Mixed, sw.AutoParallel, Mixed, Callable[..., Tensor]]:
+    """`both`, captured once for all scenarios of a rank: its tensors are as at first, without gradients."""
+    net, model, one, call, begun = built(kind, make)
     with torch.no_grad():
-        for p, x in zip((*net.parameters(), *one.parameters()), begun):
-            p.copy_(x)
-            p.grad = None
+        for x, first in zip(values(net, one), begun, strict=True):
+            x.copy_(first)
+            x.grad = None
     return net, model, one, call
 
 
@@ -199,7 +205,6 @@ for _search in (None, "strong_wolfe"):
 def the_first_call_is_in_the_closure_of_a_step(rank: int, world: int) -> None:
     """The parameters are replaced while the step's closure runs: the step is that of the slices all the same."""
     steps: tuple[tuple[str, Make], ...] = (
-        ("whole", lambda p: optim.LBFGS(p, max_iter=4)),
         ("whole", lambda p: optim.LBFGS(p, max_iter=4, line_search_fn="strong_wolfe")),
         ("marks", lambda p: optim.Adam(p, 0.01, fused=True)),
         ("hsdp", lambda p: optim.Adafactor(p, 0.01)),
@@ -217,7 +222,7 @@ def the_first_call_is_in_the_closure_of_a_step(rank: int, world: int) -> None:
                 loss.backward()
                 return loss
 
-            losses = [optimizer.step(closure) for _ in range(3)]
+            losses = [optimizer.step(closure) for _ in range(2)]
             calls.append((count, torch.stack(losses).detach()))
         close(calls[0], calls[1], str(make(list(one.parameters()))))
         close({n: whole(p) for n, p in net.named_parameters()}, dict(one.named_parameters()))
@@ -312,11 +317,10 @@ def averages_with_buffers(rank: int, world: int) -> None:
             (True, {"avg_fn": get_ema_avg_fn(0.7)}),
             (True, {"multi_avg_fn": get_ema_multi_avg_fn(0.7)}),
         ):
-            net, model, one, call = both(kind, Counted) if buffers else again(kind)
-            model(X, Y), call(X, Y)
+            net, model, one, call = again(kind, Counted if buffers else Mixed)
             optimizers = [optim.SGD(n.parameters(), 0.1) for n in (net, one)]
             ours, theirs = (AveragedModel(n, use_buffers=buffers, **given) for n in (model, one))
-            for _ in range(3):
+            for _ in range(2):
                 for f, optimizer in zip((model, call), optimizers):
                     optimizer.zero_grad(), f(X, Y).backward(), optimizer.step()
                 ours.update_parameters(model), theirs.update_parameters(one)

@@ -98,13 +98,13 @@ class LlamaBlock(nn.Module):
 
 
 class LlamaLike(nn.Module):
-    """Two blocks between an embedding and a head."""
+    """A block between an embedding and a head."""
 
     def __init__(self, width: int = 64, heads: int = 8, kept: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
         size = width // heads
         self.tokens, self.head = nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY, bias=False)
-        self.blocks = nn.ModuleList(LlamaBlock(width, heads, kept, dropout) for _ in range(2))
+        self.blocks = nn.ModuleList([LlamaBlock(width, heads, kept, dropout)])
         self.norm = nn.RMSNorm(width)
         angles = torch.outer(torch.arange(LENGTH), 10000.0 ** -(torch.arange(0, size, 2) / size)).repeat(1, 2)
         self.register_buffer("cos", angles.cos())
@@ -130,12 +130,12 @@ class ResidualBlock(nn.Module):
 
 
 class ResNetLike(nn.Module):
-    """A stem and two blocks."""
+    """A stem and a block."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.stem, self.norm = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
-        self.blocks = nn.Sequential(ResidualBlock(), ResidualBlock())
+        self.blocks = nn.Sequential(ResidualBlock())
         self.drop, self.out = nn.Dropout(dropout), nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -303,13 +303,15 @@ class _Written(Exception):
 
 def test_inductor_leaves_the_gathers_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor itself, up to the text of its program, beside an option of the user's own."""
-    from torch._inductor import config
+    from torch._inductor import config, cpu_vec_isa
     from torch._inductor.graph import GraphLowering
 
     def written(text: str) -> None:
         raise _Written(text)
 
     monkeypatch.setattr(GraphLowering, "save_output_code", staticmethod(written))
+    # Inductor would look for vector instructions with a compiler of C++ and a process for each kind of them.
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
     torch._dynamo.reset()
     net = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3)))
     model = sw.AutoParallel(net, nn.MSELoss(), "data_parallel", compile={"options": {"cpp.simdlen": 1}})
@@ -439,7 +441,8 @@ def on_ranks(rank: int, world: int) -> dict[str, str | None]:
 
 @pytest.fixture(scope="module")
 def processes() -> list[dict[str, str | None]]:
-    torch.compile(torch.relu, backend="aot_eager")(torch.ones(1))  # its imports: once here, and not in every rank
+    # The imports of a compiler, and of its partitioner: once here, and not in every rank.
+    torch.compile(torch.relu, backend="aot_eager")(torch.ones(1, requires_grad=True))
     return run_ranks(on_ranks, 2)
 
 
