@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,27 @@ import shardwright as sw
 from shardwright.capture.export import capture
 from shardwright.checkpoint.stored_checkpoint import StoredTensors
 
-TUTORIALS = ("operator_objects", "operator_functional", "layout_objects", "layout_functional")
+#: Model -> where it is built, where the inputs are, and the dataset.
+COMBINATIONS = {
+    "operator_objects": ("late, cpu, full_batch", "cpu, device, data_parallel", "moved, cpu, tuples"),
+    "operator_functional": ("late, cpu, data_parallel", "cpu, device, tuples", "moved, cpu, full_batch"),
+    "layout_objects": ("late, cpu, tuples", "cpu, device, full_batch", "moved, cpu, data_parallel"),
+    "layout_functional": ("late, device, full_batch", "cpu, cpu, data_parallel", "moved, device, tuples"),
+    "llama": ("late, device, data_parallel", "cpu, cpu, tuples", "moved, device, full_batch"),
+    "resnet": ("late, device, tuples", "cpu, cpu, full_batch", "moved, device, data_parallel"),
+    "README": (
+        *("late, cpu, full_batch", "late, device, data_parallel", "late, cpu, tuples"),
+        *("cpu, device, full_batch", "cpu, cpu, data_parallel", "cpu, device, tuples"),
+        *("moved, cpu, full_batch", "moved, device, data_parallel", "moved, cpu, tuples"),
+    ),
+}
 CASES = [
     *(
-        f"{model}, {built}, inputs on {inputs}, {dataset}"
-        for model in (*TUTORIALS, "README", "llama", "resnet")
-        for built, inputs, dataset in (
-            *(("late", "cpu", "full_batch"), ("late", "device", "data_parallel"), ("late", "cpu", "tuples")),
-            *(("cpu", "device", "full_batch"), ("cpu", "cpu", "data_parallel"), ("cpu", "device", "tuples")),
-            *(("moved", "cpu", "full_batch"), ("moved", "device", "data_parallel"), ("moved", "cpu", "tuples")),
-        )
+        "{}, {}, inputs on {}, {}".format(model, *combination.split(", "))
+        for model, several in COMBINATIONS.items()
+        for combination in several
     ),
-    *("resnet, batch norms of the whole batch", "resnet50 of torchvision"),
+    *("resnet, batch norms of the whole batch", "resnet of torchvision"),
     *(f"attention with fast dropout, {built}" for built in ("late", "cpu")),
     *("sharding_propagation", "recursive_programming", "dynamic_programming"),
     *(
@@ -62,6 +72,18 @@ def test_two_steps_run_on_the_device(outcomes: dict[str, dict[str, Any]], name: 
 
 def test_every_case_of_the_script_is_looked_at(outcomes: dict[str, dict[str, Any]]) -> None:
     assert set(outcomes) == set(CASES)
+
+
+def test_combinations_are_covered() -> None:
+    """Each model has each choice, one model has every two choices together, and the models together have all
+    combinations."""
+    choices = (("late", "cpu", "moved"), ("cpu", "device"), ("full_batch", "data_parallel", "tuples"))
+    chosen = {model: [tuple(text.split(", ")) for text in texts] for model, texts in COMBINATIONS.items()}
+    assert {combination for found in chosen.values() for combination in found} == set(product(*choices))
+    for found in chosen.values():
+        assert all({combination[i] for combination in found} == set(choices[i]) for i in range(3))
+    for i, j in combinations(range(3), 2):
+        assert {(x[i], x[j]) for x in chosen["README"]} == set(product(choices[i], choices[j]))
 
 
 # -- torch's default device --------------------------------------------------------------------------------------------

@@ -296,10 +296,10 @@ def test_pipelines_train_as_on_one_device(ours: list[dict[str, Any]], folder: st
     with one_device():
         one = transformers.Trainer(
             model=gpt2(2),
-            train_dataset=Rows(18),
-            eval_dataset=Rows(18),
+            train_dataset=Rows(20),
+            eval_dataset=Rows(20),
             args=transformers.TrainingArguments(
-                **settings(f"{folder}/one-pipeline", 4, save_strategy="no", gradient_accumulation_steps=2)
+                **settings(f"{folder}/one-pipeline", 8, save_strategy="no", gradient_accumulation_steps=2)
             ),
         )
         one.train()
@@ -360,7 +360,7 @@ def test_a_pipeline_in_half_precision_trains_as_on_one_device(ours: list[dict[st
     """Losses of float32 lie as near; the weights, whose Adam tells gradients of other roundings apart, do not."""
     one = {
         half: one_trainer(
-            f"{folder}/one_piped_bf16", 18, 4, layers=2, gradient_accumulation_steps=2, save_strategy="no", bf16=half
+            f"{folder}/one_piped_bf16", 16, 8, layers=2, gradient_accumulation_steps=2, save_strategy="no", bf16=half
         )
         for half in (True, False)
     }

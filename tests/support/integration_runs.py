@@ -356,13 +356,14 @@ def piped_gpt2(feed: str = "full_batch") -> sw.AutoParallel:
     return stages(sw.AutoParallel(gpt2(2)), "transformer.h.0", "transformer.h.1", feed=feed)
 
 
-def pipeline_trainer(model: sw.AutoParallel, folder: str, **more: Any) -> Any:
+def pipeline_trainer(model: sw.AutoParallel, folder: str, rows: int = 20, **more: Any) -> Any:
+    """Batches of 8 rows; of 20 rows, the last of each epoch is of 4."""
     return hugging_face.Trainer(
         model=model,
-        train_dataset=Rows(18),
-        eval_dataset=Rows(18),
+        train_dataset=Rows(rows),
+        eval_dataset=Rows(rows),
         args=transformers.TrainingArguments(
-            **settings(folder, 4, ddp_backend="gloo", gradient_accumulation_steps=2, **more)
+            **settings(folder, 8, ddp_backend="gloo", gradient_accumulation_steps=2, **more)
         ),
     )
 
@@ -489,7 +490,8 @@ def on_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
         out["pipelines"] = pipelines(rank, f"{folder}/pipelines")
         AcceleratorState._reset_state(reset_partial_state=True)
         out["bf16"] = the_trainer_by_parts(rank, f"{folder}/bf16", bf16=True)
-        piped_bf16 = pipeline_trainer(piped_gpt2(), f"{folder}/pipelines/bf16", bf16=True, save_strategy="no")
+        without_files = {"bf16": True, "save_strategy": "no"}
+        piped_bf16 = pipeline_trainer(piped_gpt2(), f"{folder}/pipelines/bf16", rows=16, **without_files)
         piped_bf16.train()
         piped_bf16.evaluate()
         out["bf16 pipeline"] = {
