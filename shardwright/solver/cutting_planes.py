@@ -550,8 +550,7 @@ class _PricedSearch:
             for v in pair:
                 neighbours[v] += 1
             small, large = (0, 1) if table.shape[0] < table.shape[1] else (1, 0)
-            one = self.facts.share(table) * table.shape[small] <= 1.0 + 1e-9
-            if one and table.shape[small] < table.shape[large]:
+            if table.shape[small] < table.shape[large] and self.facts.share(table) * table.shape[small] <= 1.0 + 1e-9:
                 follows[pair[large]] = True
         seen = np.array(list(self.known), np.int64).reshape(-1, len(neighbours))
         which = numbered(problem.costs) if self.kinds is None else self.kinds
@@ -598,14 +597,16 @@ class _PricedSearch:
         for mark, state in zip(alive, states):
             mark[state] = True
         count, random = len(self.problem.costs), np.random.default_rng(0)
+        tried: set[tuple[int, int]] = set()  # stretches, with these states
         for _ in range(WINDOWS):
             self.tell()
             length = int(random.integers(LENGTH // 8, LENGTH))
             begin = int(random.integers(-length // 2, max(count - length // 2, 1)))
-            end = min(begin + length, count)
-            found = self.splicer.window(states, max(begin, 0), end, alive, self.fair, self.cost)
+            stretch = max(begin, 0), min(begin + length, count)
+            found = None if stretch in tried else self.splicer.window(states, *stretch, alive, self.fair, self.cost)
+            tried.add(stretch)
             if self.take(found) and found is not None:
-                states = found[0]
+                states, tried = found[0], set()
             if self.near:
                 break
 
@@ -626,8 +627,7 @@ class _PricedSearch:
 
     def order(self) -> list[Cut]:
         """The known states, ordered by their cost with memory at the best prices."""
-        limit, prices = self.rows.limit, self.fair
-        return sorted(self.known.values(), key=lambda cut: cut.cost + float(prices @ (cut.used - limit)))
+        return sorted(self.known.values(), key=lambda cut: cut.cost + float(self.fair @ (cut.used - self.rows.limit)))
 
     def solution(self, note: str) -> Solution:
         assert self.states is not None

@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..identity_tables import IdentityCache, IdentitySet, numbered
-from .elimination import Tables, eliminate, elimination_order
+from .elimination import Script, elimination_order
 from .problem import MemoryUsage, Problem
 from .search_memory import current
 
@@ -467,43 +467,48 @@ class Splicer:
         Returns:
             The cheapest states found within the limit, and their cost; None where there are none.
         """
-        problem, inside = self.problem, range(begin, end)
+        problem, rows, inside = self.problem, self.rows, range(begin, end)
         numbers = [np.flatnonzero(alive[v]) for v in inside]
-        price = self.rows.prices(multipliers)
-        mine = np.flatnonzero(
-            ((self.rows.node >= begin) & (self.rows.node < end))
-            | ((self.rows.other >= begin) & (self.rows.other < end))
-        )
+        own = [problem.costs[v][some].astype(float) for v, some in zip(inside, numbers)]
+        between: dict[tuple[int, int], np.ndarray] = {}
+
+        def cut(nodes: tuple[int, ...], table: np.ndarray) -> tuple[int | tuple[int, int], np.ndarray]:
+            """Of a table, what may be chosen; and the node, or the two nodes, of the stretch that it belongs to."""
+            table, low = np.asarray(table, float), nodes[0]
+            high = nodes[-1]
+            if len(nodes) == 1:
+                return low - begin, table[numbers[low - begin]]
+            if not begin <= low < end:
+                return high - begin, table[states[low], numbers[high - begin]]
+            if not begin <= high < end:
+                return low - begin, table[numbers[low - begin], states[high]]
+            return (low - begin, high - begin), table[numbers[low - begin][:, None], numbers[high - begin]]
+
+        for pair in dict.fromkeys(pair for v in inside for pair in self._near[v]):
+            where, table = cut(pair, problem.edges[pair])
+            if isinstance(where, int):
+                own[where] = own[where] + table
+            else:
+                between[where] = table
+        order = elimination_order([len(node_costs) for node_costs in own], between, most=JOINT)
+        if order.remaining:
+            return None
+        script = Script([len(node_costs) for node_costs in own], between, order)
+        price, held = rows.prices(multipliers), []
+        mine = ((rows.node >= begin) & (rows.node < end)) | ((rows.other >= begin) & (rows.other < end))
+        for n in np.flatnonzero(mine & (price > 0)).tolist():
+            node = int(rows.node[n])
+            nodes = (node, int(rows.other[n])) if rows.step[n] else (node,)
+            held.append((*cut(nodes, rows.arrays[rows.array[n]]), float(price[n])))
         best: tuple[list[int], float] | None = None
-        order = None
         for part in PARTS:
-            costs = [problem.costs[v][some].astype(float) for v, some in zip(inside, numbers)]
-            edges: dict[tuple[int, int], np.ndarray] = {}
-
-            def add(nodes: tuple[int, ...], table: np.ndarray, scale: float = 1.0) -> None:
-                at = tuple(numbers[v - begin] if begin <= v < end else np.array([states[v]]) for v in nodes)
-                cut = np.asarray(table)[np.ix_(*at)] * scale
-                free = [v - begin for v in nodes if begin <= v < end]
-                if len(free) == 2:
-                    edges[free[0], free[1]] = edges[free[0], free[1]] + cut if tuple(free) in edges else cut
+            costs, edges = list(own), dict(between)
+            for where, amount, paid in held if part else ():
+                if isinstance(where, int):
+                    costs[where] = costs[where] + amount * (part * paid)
                 else:
-                    costs[free[0]] = costs[free[0]] + cut.ravel()
-
-            for pair in dict.fromkeys(pair for v in inside for pair in self._near[v]):
-                add(pair, problem.edges[pair])
-            for n in mine.tolist() if part else ():
-                if price[n] > 0:
-                    nodes = (
-                        (int(self.rows.node[n]),)
-                        if not self.rows.step[n]
-                        else (int(self.rows.node[n]), int(self.rows.other[n]))
-                    )
-                    add(nodes, self.rows.arrays[self.rows.array[n]], part * float(price[n]))
-            if order is None:
-                order = elimination_order([len(node_costs) for node_costs in costs], edges, most=JOINT)
-                if order.remaining:
-                    return None
-            result = eliminate(costs, edges, order, made=Tables())
+                    edges[where] = edges[where] + amount * (part * paid)
+            result = script.run(costs, edges)
             if not np.isfinite(result.constant):
                 return None
             found = list(states)

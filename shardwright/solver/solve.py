@@ -113,6 +113,11 @@ def least_memory(problem: Problem) -> LeastMemory:
     Raises:
         PlanError: nothing is allowed, whatever the memory.
     """
+    with spending(current()):
+        return _least_memory(problem)
+
+
+def _least_memory(problem: Problem) -> LeastMemory:
     restricted = consistent(problem)
     bound, times = binding(replace(costless(restricted.problem), limit=-1.0))  # every moment is a row
     rows = Rows.of(bound, len(times))
@@ -215,7 +220,11 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
             least limit that can.
         PlanError: nothing is allowed, whatever the memory, or nothing was found in the time.
     """
+    with spending(current()):
+        return _solve_limited(problem, seconds, gap)
 
+
+def _solve_limited(problem: Problem, seconds: float | None, gap: float) -> Solution:
     # A step that is running at the end may take `GRACE` longer.
     until = math.inf if seconds is None else time.monotonic() + seconds - min(GRACE, SPARE * seconds)
     restricted = consistent(problem)
@@ -552,7 +561,7 @@ def _solve(problem: Problem, seconds: float | None, merge: bool, gap: float) -> 
         tables = len(IdentitySet(problem.edges.values()))
         notes.append(f"merged: {len(problem.edges)} edges have {tables} different tables")
     if problem.limit is not None:
-        return solve_limited(problem, seconds=seconds, gap=gap)
+        return _solve_limited(problem, seconds, gap)
     until = math.inf if seconds is None else time.monotonic() + seconds
     restricted = consistent(problem)
     made = Tables()

@@ -31,7 +31,7 @@ from shardwright.solver.memory_rows import Rows, binding, period, shorter
 from shardwright.solver.presolve import consistent
 from shardwright.solver.problem import MemoryUsage, Problem
 from shardwright.solver.search_memory import OutOfBudgetError, SearchBudget, SearchProgress, free_memory, spending
-from shardwright.solver.solve import solve, swept
+from shardwright.solver.solve import least_memory, solve, solve_limited, swept
 
 ENOUGH = 4e9  # bytes: as good as no limit here
 
@@ -298,7 +298,7 @@ def test_what_is_larger_than_the_room_is_refused():
     budget.ask(10e6)
     with pytest.raises(OutOfBudgetError, match="50 MB"):
         budget.ask(60e6)
-    held = np.ones(40_000_000)  # 320 MB
+    held = np.ones(16_000_000)  # 128 MB
     with pytest.raises(OutOfBudgetError):
         budget.watch()
     assert held[0] == 1 and budget.grown > 55e6
@@ -314,6 +314,19 @@ def test_a_table_that_is_too_large_is_not_made():
 
 def test_half_of_what_is_free_and_at_most_three_gigabytes_is_the_default():
     assert 0 < SearchBudget(progress=False).allowed <= min(free_memory() * 0.75, 3e9)
+
+
+def test_a_search_has_one_budget_from_its_first_step_to_its_last(monkeypatch):
+    """A budget of each step would allow each the growth that the whole search may have."""
+    problem = layers(2)
+    problem = replace(problem, limit=0.9 * most_held(problem))
+    for searching in (solve, solve_limited, least_memory):
+        budgets = []
+        made = SearchBudget.__init__
+        with monkeypatch.context() as patch:
+            patch.setattr(SearchBudget, "__init__", lambda self, *given: (budgets.append(self), made(self, *given))[1])
+            searching(problem)
+        assert len(budgets) == 1, searching
 
 
 def test_a_search_in_a_child_keeps_to_its_budget():
