@@ -282,6 +282,7 @@ def test_this_process_touches_no_accelerator(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         doctor_command, "two_ranks", lambda backend, interface: Finding("collectives", backend, "ok", "")
     )
+    monkeypatch.setattr(library_imports, "IMPORTED", {"safetensors": "safetensors.torch"})
     assert not [
         one for one in doctor_command.findings() if one.area in ("devices", "collectives") and one.state != "ok"
     ]

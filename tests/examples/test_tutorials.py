@@ -22,6 +22,8 @@ SCRIPTS = {
     m.__name__: m for m in (operator_objects, operator_functional, layout_objects, layout_functional, train_step)
 }
 STEPS, TOLERANCE = 50, 1e-6
+#: Of eight processes. What a rank sends in a step, it sends in each: 20 steps show a wrong one as 50 do.
+STEPS_OF_PROCESSES = 20
 
 
 @lru_cache
@@ -40,16 +42,16 @@ def one_device(name: str) -> list[float]:
     return losses
 
 
-def as_the_user_runs_it(name: str, **given: Any) -> tuple[list[float], str]:
+def as_the_user_runs_it(name: str, steps: int = STEPS, **given: Any) -> tuple[list[float], str]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        losses = SCRIPTS[name].main(["--steps", str(STEPS), "--dtype", "float64"], **given)
+        losses = SCRIPTS[name].main(["--steps", str(steps), "--dtype", "float64"], **given)
     return losses, printed.getvalue()
 
 
-def largest_difference(ours: list[float], theirs: list[float]) -> float:
-    assert len(ours) == len(theirs) == STEPS
-    return max(abs(a - b) for a, b in zip(ours, theirs))
+def largest_difference(ours: list[float], theirs: list[float], steps: int = STEPS) -> float:
+    assert len(ours) == steps
+    return max(abs(a - b) for a, b in zip(ours, theirs[:steps], strict=True))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -68,8 +70,8 @@ def test_a_step_in_pytorchs_own_words() -> None:
 
 
 def all_of_them(rank: int, world: int) -> dict[str, list[float]]:
-    losses = {name: as_the_user_runs_it(name)[0] for name in SCRIPTS}
-    return losses | {"plain": as_the_user_runs_it("train_step", form=train_step.plain_step)[0]}
+    losses = {name: as_the_user_runs_it(name, STEPS_OF_PROCESSES)[0] for name in SCRIPTS}
+    return losses | {"plain": as_the_user_runs_it("train_step", STEPS_OF_PROCESSES, form=train_step.plain_step)[0]}
 
 
 @pytest.mark.long
@@ -77,6 +79,6 @@ def test_eight_processes() -> None:
     ranks = run_ranks(all_of_them, 8)
     for name in SCRIPTS:
         assert all(rank[name] == ranks[0][name] for rank in ranks), "the loss is the same on every rank, to the bit"
-        assert largest_difference(ranks[0][name], one_device(name)) < TOLERANCE
+        assert largest_difference(ranks[0][name], one_device(name), STEPS_OF_PROCESSES) < TOLERANCE
     means = [sum(losses) / 8 for losses in zip(*(rank["plain"] for rank in ranks))]
-    assert largest_difference(means, one_device("train_step")) < TOLERANCE
+    assert largest_difference(means, one_device("train_step"), STEPS_OF_PROCESSES) < TOLERANCE

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from forked_python import ForkedPython
 from launch_scripts import train
 from paths import SCRIPTS
 from test_run import Launcher, alive, free_port, wait_until
@@ -45,8 +46,9 @@ class Host:
 
     def start(self, folder: Path, *arguments: object) -> Launcher:
         folder.mkdir(exist_ok=True)
-        process = subprocess.Popen(
+        process = ForkedPython(
             self.command(sys.executable, "-m", "shardwright", "run", *arguments),
+            forks=True,
             cwd=folder,
             env={n: v for n, v in os.environ.items() if not n.startswith("GLOO_")},
             text=True,

@@ -75,3 +75,10 @@ def test_commands_of_its_own_are_forked_where_that_is_asked_for() -> None:
 @pytest.mark.parametrize("command", [["true"], [sys.executable], [sys.executable, "-I", "x.py"], ["sh", "-c", "true"]])
 def test_other_commands_are_left_to_popen(command: list[str]) -> None:
     assert python_command(command) is None
+
+
+def test_a_command_of_a_network_namespace_is_one_of_python() -> None:
+    """The tests of two hosts start such commands, where namespaces can be made."""
+    command = [sys.executable, "-m", "json.tool"]
+    assert python_command(["ip", "netns", "exec", "host", *command]) == python_command(command) | {"namespace": "host"}
+    assert python_command(["ip", "netns", "exec", "host", "true"]) is None

@@ -4,13 +4,11 @@ tree."""
 from __future__ import annotations
 
 import ast
-import io
 import os
 import re
 import subprocess
 import sys
-import tokenize
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
@@ -54,15 +52,30 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
 def imported(path: Path) -> set[str]:
     """The modules that a file imports from other packages, those inside of functions too."""
-    found = set()
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
+    nodes = nodes_of(tree_of(path))
+    found = {alias.name for node in nodes[ast.Import] for alias in node.names}
+    for node in nodes[ast.ImportFrom]:
+        if not node.level:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
+
+
+@cache
+def attributes(path: Path) -> set[str]:
+    """The names that stand behind a dot in a file."""
+    return {node.attr for node in nodes_of(tree_of(path))[ast.Attribute]}
+
+
+@cache
+def nodes_of(tree: ast.AST) -> defaultdict[type[ast.AST], list]:
+    """The nodes of a tree by their kind, each kind in the order of `ast.walk`."""
+    nodes: defaultdict[type[ast.AST], list] = defaultdict(list)
+    for node in ast.walk(tree):
+        nodes[type(node)].append(node)
+    return nodes
 
 
 #: In a process of its own: import-linter disables the loggers of the process that calls it.
@@ -106,13 +119,7 @@ def test_planning_does_not_know_torch_distributed():
 
 
 def test_variables_of_the_environment_are_read_in_few_files():
-    found = {
-        str(path.relative_to(PACKAGE))
-        for path in FILES
-        if any(
-            isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") for node in ast.walk(tree_of(path))
-        )
-    }
+    found = {str(path.relative_to(PACKAGE)) for path in FILES if not attributes(path).isdisjoint(("environ", "getenv"))}
     assert found == OF_ENVIRONMENT
 
 
@@ -123,13 +130,12 @@ OF_TEXT = {"eval", "exec", "compile"}
 def runs_text(tree: ast.Module) -> list[int]:
     """The lines that name a function which runs text. Methods of these names are others (``net.eval()``), and so are
     parameters (``compile=True``)."""
-    names = OF_TEXT - {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    nodes = nodes_of(tree)
+    names = OF_TEXT - {node.arg for node in nodes[ast.arg]}
     return [
-        node.lineno
-        for node in ast.walk(tree)
-        if (isinstance(node, ast.Name) and node.id in names)
-        or (isinstance(node, ast.Attribute) and node.attr in OF_TEXT and ast.unparse(node.value) == "builtins")
-        or (isinstance(node, ast.ImportFrom) and node.module == "builtins")
+        *(node.lineno for node in nodes[ast.Name] if node.id in names),
+        *(n.lineno for n in nodes[ast.Attribute] if n.attr in OF_TEXT and ast.unparse(n.value) == "builtins"),
+        *(node.lineno for node in nodes[ast.ImportFrom] if node.module == "builtins"),
     ]
 
 
@@ -154,7 +160,7 @@ def test_ranks_exchange_no_pickles():
         str(path.relative_to(PACKAGE))
         for path in FILES
         if any(name.split(".")[0] in ("pickle", "dill", "cloudpickle", "marshal", "shelve") for name in imported(path))
-        or any(isinstance(node, ast.Attribute) and node.attr in objects for node in ast.walk(tree_of(path)))
+        or not attributes(path).isdisjoint(objects)
     }
     assert found == WITH_PICKLE
 
@@ -171,14 +177,27 @@ def test_no_file_is_above_700_lines():
 CLAUSES = frozenset("What Whether Of Who That Which How Where When As It They In".split())
 
 
+def documented(node: ast.AST) -> list:
+    """A module, class or function, and those inside of it: they are statements, and stand in no expression."""
+    inside = (
+        one
+        for field in ("body", "orelse", "finalbody", "handlers", "cases")
+        if isinstance(found := getattr(node, field, []), list)
+        for one in found
+    )
+    below = [one for child in inside for one in documented(child)]
+    return [node, *below] if isinstance(node, WITH_DOCSTRINGS) else below
+
+
+WITH_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
 def clauses(tree: ast.Module) -> list[str]:
     """The first words of the docstrings that begin with one of `CLAUSES`, with the line of each."""
     return [
         f"{node.body[0].lineno}: {doc[:60]}"
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-        and (doc := ast.get_docstring(node))
-        and re.split(r"\W", doc, maxsplit=1)[0] in CLAUSES
+        for node in documented(tree)
+        if (doc := ast.get_docstring(node)) and re.split(r"\W", doc, maxsplit=1)[0] in CLAUSES
     ]
 
 
@@ -333,10 +352,25 @@ FIELDS_OWN_NAMES = {
 }
 
 
+#: A comment or a string.
+PROSE = "|".join(
+    (
+        r"#[^\n]*",
+        *(rf"{q}(?:\\[\s\S]|[^\\])*?{q}" for q in ('"""', "'''")),
+        *(rf"{q}(?:\\[\s\S]|[^\\{q}])*{q}" for q in "\"'"),
+    )
+)
+
+
+@cache
+def names_in_code(names: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile(rf"{PROSE}|\b(_*(?:{'|'.join(names)}))\b", re.IGNORECASE)
+
+
 def retired(text: str, names: Collection[str] = tuple(RETIRED)) -> list[str]:
     """The names of a file that are among `names`, each with its line; leading underscores do not count."""
-    found = (t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.NAME)
-    return [f"{t.start[0]}: {t.string}" for t in found if t.string.lstrip("_").lower() in names]
+    found = (one for one in names_in_code(tuple(names)).finditer(text) if one[1])
+    return [f"{1 + text[: one.start()].count(chr(10))}: {one[1]}" for one in found]
 
 
 #: Names that a folder may have, though the package may not: `given` is hypothesis's decorator, and the value of a case.
@@ -415,11 +449,7 @@ BY_ID = {
 
 def of_id(tree: ast.Module) -> list[int]:
     """The lines that name the function `id`."""
-    return sorted(
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name) and node.id == "id" and isinstance(node.ctx, ast.Load)
-    )
+    return sorted(n.lineno for n in nodes_of(tree)[ast.Name] if n.id == "id" and isinstance(n.ctx, ast.Load))
 
 
 def test_tables_are_keyed_by_objects() -> None:

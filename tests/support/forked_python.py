@@ -5,6 +5,7 @@ A fresh interpreter is busy for two to three seconds with imports before a progr
 
     ForkedPython([sys.executable, "train.py", "3"], cwd=folder, stdout=subprocess.PIPE)
     ForkedPython([sys.executable, "-m", "shardwright", "run", "train.py"], forks=True)     and its workers likewise
+    ForkedPython(["ip", "netns", "exec", "host", sys.executable, "train.py"])              in a network namespace
 
 The source of the processes is one process, started when it is first needed, that does nothing else: no test and no test
 runner has been in it. A process that is forked from it has the command's arguments, environment, folder and streams, is
@@ -48,6 +49,9 @@ MODULES = (
 
 #: The most bytes of a request: arguments and environment.
 REQUEST = 1 << 17
+
+#: setns: a namespace of the network.
+NETWORK = 0x40000000
 
 #: prctl: children whose parent ends become this process's.
 SUBREAPER = 36
@@ -169,9 +173,11 @@ def run(arguments: Any, *, timeout: float | None = None, **given: Any) -> subpro
 def python_command(args: Any) -> dict[str, Any] | None:
     """The options of an interpreter's command; None for another command, or where an option is not known here.
 
-    ``sh -c 'exec "$@" 2>&1' sh COMMAND`` is one, too: so the launcher starts workers.
+    ``sh -c 'exec "$@" 2>&1' sh COMMAND`` is one, too: so the launcher starts workers. So is ``ip netns exec NAME``.
     """
     words = [os.fspath(word) for word in args]
+    namespace = words[3] if words[:3] == ["ip", "netns", "exec"] else ""
+    words = words[4:] if namespace else words
     one_stream = words[:4] == ["/bin/sh", "-c", 'exec "$@" 2>&1', "sh"]
     words = words[4:] if one_stream else words
     if not words or words.pop(0) != sys.executable:
@@ -184,7 +190,9 @@ def python_command(args: Any) -> dict[str, Any] | None:
         how, what, *rest = "", *words
     else:
         return None
-    return {"how": how, "what": what, "rest": rest, "at_once": at_once, "one_stream": one_stream}
+    return {"how": how, "what": what, "rest": rest, "at_once": at_once, "one_stream": one_stream} | {
+        "namespace": namespace
+    }
 
 
 # -- in the source -----------------------------------------------------------------------------------------------------
@@ -227,6 +235,9 @@ def keep(*numbers: int) -> None:
 def become(request: dict[str, Any], streams: list[int]) -> NoReturn:
     """Run the program that is asked for, in this process, as an interpreter would."""
     keep(*streams)
+    if request["namespace"]:
+        with open(f"/run/netns/{request['namespace']}") as file:
+            assert ctypes.CDLL(None, use_errno=True).setns(file.fileno(), NETWORK) == 0, os.strerror(ctypes.get_errno())
     if request["session"]:
         os.setsid()
     if request["forks"]:
