@@ -2,6 +2,13 @@
 
 Every error that a user can cause is a `ShardwrightError`. It is raised while planning, from global shapes and the
 plan alone, so that every rank raises the same one; nothing has run or been sent by then.
+
+Example::
+
+    LayoutError("dim 0 of size 10 is cut 4 ways", operator="matmul1", source="train.py:41", legal="1, 2, 5 or 10 ways")
+
+    matmul1 (train.py:41): dim 0 of size 10 is cut 4 ways
+      legal: 1, 2, 5 or 10 ways
 """
 
 from __future__ import annotations

@@ -6,8 +6,11 @@ of a chunk. Where the end of a chunk lies depends on the depth of the caller's s
 16,384 devices took 7.5 s from one depth and 16 s from another, half of it in the kernel.
 
 A frame that is larger than a chunk gets a chunk of the next power of two. `roomy_stack` calls a function from a frame
-of 320 KB, so the frames of all that the function calls share the other 192 KiB of a chunk of 512 KiB. The kernel gives
+of 320 KB, so the frames of all that the function calls share the rest of a chunk of 512 KiB. The kernel gives
 memory only to the pages that are used.
+
+Example: a frame of 40,000 words of 8 bytes has 320,000 bytes. It does not fit in a chunk of 256 KiB (262,144 bytes), so
+the chunk has 524,288 bytes, and 204,288 bytes are free for the frames of the calls.
 """
 
 from __future__ import annotations

@@ -2,6 +2,11 @@
 
 The records are small, immutable and free of torch.fx. Shapes are global: those of the one-device program.
 `partition.local_program` has the program on slices that a plan makes of such a graph.
+
+Example, the graph of ``relu(fc(x))`` with ``fc = nn.Linear(16, 32)`` and x [8, 16]::
+
+    linear    f32[8, 16], f32[32, 16], f32[32] -> f32[8, 32]      in the module fc, of the line model.py:7
+    relu      f32[8, 32] -> f32[8, 32]                            of the same line
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@
 3. `closed` restores the objects from their attributes, without calling their classes.
 
 `with_tensors` makes tensors of numpy arrays, which torch's operators do not take.
+
+Example: an object ``cache`` with ``keys``, a tensor, and ``layer``, which is 3, becomes an `OpenedObject` with the
+child ``keys`` and the rest ``{"layer": 3}``. `closed` restores an object of the same class with both attributes.
 """
 
 from __future__ import annotations

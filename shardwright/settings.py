@@ -8,6 +8,9 @@ command line share, and the types of all settings.
 2. The value (`Settings`). Each of the four takes the settings as keywords and makes a `Settings` of them, which checks
    every value once and says what is legal. The planning of a call reads this value alone. Settings of a run that
    decide nothing of its plan, such as the buckets of gradients, are in `parallel.setting_methods.ProgramSettings`.
+
+Example: ``Settings(parallel_mode="semi_atuo")`` is the error "unknown parallel_mode 'semi_atuo'", whose legal
+alternative begins with: did you mean "semi_auto"?
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """A plan: a captured model, a strategy per operator, and everything that follows from them.
 
-A plan is a value. It is made once, without a process group, for any number of devices; nothing in it depends on the
-rank that reads it.
+A plan is a value, made once and without a process group; nothing in it depends on the rank that reads it.
 
     graph + decisions -> program -> backward -> collectives, price, memory, timeline, fingerprint
 
-`partition.local_program` has the program itself; a `PipelinePlan` (`pipeline.pipeline_plan`) has one `Plan` per stage.
+Example: a linear operator cut ((8, 1), (1, 1), (1,)) has x [32, 16] as [4, 16] on each of 8 devices, and its weight
+[32, 16] whole. The gradient of the weight is all-reduced. A `PipelinePlan` has one `Plan` per stage.
 """
 
 from __future__ import annotations

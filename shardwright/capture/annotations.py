@@ -10,6 +10,9 @@
 
 4. A mark that is given after the plan would change nothing. So `note_planned` records the modules and operators of each
    planned model, and their marks are refused until `forget_planned`.
+
+Example: ``net.mm = shard(torch.matmul, ((2, 1), (1, 4)))`` on 8 devices cuts dim 0 of the first input 2 ways and dim 1
+of the second one 4 ways. The operator is called "mm" in the plan.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ training IR of the export is used unchanged; `graph_reader` reads it into a `Gra
 
 Where the model was exported before, a light run of the forward may follow that program (`recapture`): the same graph
 in a fraction of the time.
+
+Example: ``capture(nn.Linear(16, 32), (torch.empty(8, 16, device="meta"),))`` is a graph of 2 parameters, 1 input and 1
+operator: linear, f32[8, 16], f32[32, 16], f32[32] -> f32[8, 32].
 """
 
 from __future__ import annotations

@@ -1,4 +1,13 @@
-"""Captured graphs that are refused: trained constants, and buffers that would carry gradients into the next step."""
+"""Captured graphs that are refused: trained constants, and buffers that would carry gradients into the next step.
+
+1. `check_constants`: a tensor with ``requires_grad`` that is no parameter of the model. No optimizer would find it.
+2. `check_updates`: a buffer whose new value has a gradient, where a result depends on it. One device raises at the
+   second backward.
+
+Example: a forward with ``x * self.scale``, where ``scale = torch.ones(4, requires_grad=True)`` is a plain attribute, is
+the first case. ``self.mean = 0.9 * self.mean + h.mean(0)`` is the second one, where a result depends on ``mean``; with
+``h.detach()`` it is none.
+"""
 
 from __future__ import annotations
 

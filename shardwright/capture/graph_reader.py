@@ -1,10 +1,15 @@
 """The reader of an exported program: builds the `Graph`.
 
 1. Mark nodes name their operators and are removed.
-2. In-place operators become plain ones (`mutation`, `mutation`).
+2. In-place operators become plain ones (`mutation`).
 3. Regions under `torch.no_grad` and `torch.autocast` are inlined: detaches and casts are written out.
 4. Tied parameters become one value.
 5. Each operator keeps its module path and the user's line.
+
+Example, where ``self.mm`` is a marked `torch.matmul` and h [32, 8] is its result::
+
+    exported    mark(x), mark(w), matmul, mark(matmul), relu_        h = self.mm(x, w); h.relu_()
+    graph       mm, relu                                             matmul has the name of its mark
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ both cases.
 
 Collectives are those of `sw.ops`. `refused_collective` names the one that is meant where a forward calls
 ``torch.distributed`` itself.
+
+Example: ``weight = layerwise_parallel(lambda rank: torch.full((4, 4), float(rank)))`` on 8 devices. In one process the
+parameter is [8, 4, 4]. With one process per rank it is [4, 4], and that of rank 3 is full of 3.0.
 """
 
 from __future__ import annotations

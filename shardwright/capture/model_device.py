@@ -8,6 +8,9 @@ forward is then captured for it, and so are the casts of its autocast.
 
 Processes take the device of the process instead, and move there a model or an input that is elsewhere. A model on
 several devices is an error in processes too.
+
+Example: a model on the meta device, with its input on "cuda:1", is captured for cuda:1. A model with ``fc.weight`` on
+the CPU and ``out.weight`` on "cuda:0" is refused with both names.
 """
 
 from __future__ import annotations

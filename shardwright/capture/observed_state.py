@@ -13,6 +13,9 @@ globals, closure cells, modules and classes cannot be observed. These count as r
 
 Writes are found by comparison: all state in reach of the forward is copied when it is first seen, and compared after
 the forward (`kept_state`). At the end all state is restored.
+
+Example: a forward ``x * self.beta * SCALE``, with ``net.beta`` 2.0 and the global ``SCALE`` 3.0, has the reads
+"net.beta", which was recorded, and "SCALE", from the bytecode. After ``net.beta = 5.0`` the model is captured anew.
 """
 
 from __future__ import annotations

@@ -1,5 +1,12 @@
-"""Source lines of the user's code: which files are the user's, the line and module of a node, and whose mistake an
-error is."""
+"""Source lines of the user's code: the user's files, the line and the module of a node, the origin of an error.
+
+1. A file is the user's where it is part of neither Shardwright nor torch nor Python (`is_users`).
+2. The line of a node, or of a call, is the innermost one in a file of the user (`source_of`, `calling_line`).
+3. An error is a mistake of this package where its innermost line is the package's (`is_mistake`).
+
+Example: a call of ``self.fc(x)`` has the frames ``/home/me/model.py``, line 7, and ``torch/nn/modules/linear.py``, line
+134. The user's line is "model.py:7".
+"""
 
 from __future__ import annotations
 

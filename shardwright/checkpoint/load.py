@@ -9,6 +9,9 @@ found everything sound.
 `LoadPlan` matches stored tensors with the tensors of a model and its optimizer, checks that they fit, and reads each
 rank's slices. The slices are read at once where the parameters have their final form. A model that is still to be cut
 into slices reads them at the end of its first planning (`AutoParallel._awaited`).
+
+Example: 8 ranks have saved ``fc.weight`` [32, 16] as slices [4, 16]. A run on 2 devices, whose plan cuts dim 0 2 ways,
+has slices [16, 16]: rank 0 reads the first 4 stored slices, rank 1 the others.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@
     a buffer, other optimizer state                 whole; written by the first of the ranks that have it
 
 Among ranks that hold the same slice, `tensor_files.written_boxes` picks the writer, as in a save of that run.
+
+Example: ``fc.weight`` [32, 16], cut 4 ways along dim 0. Rank 1 writes the box of rows 8 to 16, and the same box of
+``optimizer.fc.weight.exp_avg``. Rank 0 alone writes ``optimizer.fc.weight.step``, which is one number.
 """
 
 from __future__ import annotations

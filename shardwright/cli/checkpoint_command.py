@@ -5,6 +5,9 @@
 3. ``merge`` writes whole tensors; ``transform`` writes the shards of another plan.
 
 The command is one process, without a process group or devices. Its memory never exceeds that of the largest tensor.
+
+Example: ``shardwright checkpoint transform runs/4 runs/8 --to plan.json`` cuts the latest checkpoint of ``runs/4`` for
+the devices of a plan. ``info`` shows a tensor cut 2 ways along dim 0 and 4 ways along dim 1 as ``2x4 of 8``.
 """
 
 from __future__ import annotations

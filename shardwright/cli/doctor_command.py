@@ -13,6 +13,9 @@ which are killed after `SECONDS`: a driver that does not answer is a finding. Th
 accelerator, since a process that has touched one can fork no process that uses it.
 
 The output names no host and no folder, but for what a variable of a launcher holds.
+
+Example: with ``SHARDWRIGHT_DEVICES=0`` the area ``launcher`` has a problem, which is mended by "a whole number of at
+least 1". The exit code is then 1.
 """
 
 from __future__ import annotations

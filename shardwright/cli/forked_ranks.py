@@ -4,6 +4,9 @@
    backend that hangs is an answer, too. A process that has touched an accelerator can fork no process that uses it.
 2. `played` is the part of one of two ranks. They meet as ranks without a launcher do, and measure a backend's
    collectives.
+
+Example: of two functions, one that returns 3 and one that raises ``ValueError("no")``, the answers are the value 3 and
+the error "ValueError: no". With a limit of 0.5 s a function that hangs has the error "no answer within 0.5 s".
 """
 
 from __future__ import annotations

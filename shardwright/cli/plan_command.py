@@ -8,6 +8,9 @@
 5. ``shardwright report``: a plan, or two side by side, as one HTML file.
 
 For a script, ``plan`` takes the first call of its `AutoParallel` model, with its model, loss, settings and batch.
+
+Example: ``shardwright plan train.py --devices 64 --pipeline 4:8:1f1b`` plans a pipeline of 4 stages and 8 micro-batches
+in the order 1f1b, and writes it to ``plan.json``.
 """
 
 from __future__ import annotations

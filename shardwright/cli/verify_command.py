@@ -2,6 +2,9 @@
 
 The target is a training script, of which the first call of its `AutoParallel` model is verified; or a function that
 returns what `shardwright.verify` takes.
+
+Example: ``shardwright verify --devices 8 train.py`` runs the script up to the first call of its model, and trains 3
+steps on one device and under the plan for 8. The exit code is 0 where all results agree within tolerances, else 1.
 """
 
 from __future__ import annotations

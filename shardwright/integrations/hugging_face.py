@@ -9,6 +9,9 @@ The differences from `transformers.Trainer` follow from the `AutoParallel`: the 
 gradients are those of the whole batch, parameters and optimizer state are slices. Checkpoints hold the model in the
 form that ``from_pretrained`` reads, and in ``shardwright/`` each rank's part of the model and the optimizer, from
 which any number of devices can resume.
+
+Example: ``per_device_train_batch_size=8`` in 4 processes. With ``dataset_strategy("full_batch")`` a step has the same 8
+rows in every process. With "data_parallel" a step has 32 rows, 8 of each process.
 """
 
 from __future__ import annotations

@@ -12,6 +12,9 @@ hides it, so the agent is built here, as `elastic_launch` builds it, with five a
 5. workers end where the launcher is killed: a `Guardian` knows those that run.
 
 The overridden methods are those that ``SimpleElasticAgent`` leaves to its subclasses, and its loop and last barrier.
+
+Example: of 8 workers the one of rank 3 ends with exit code 1. The other 7 get 10 s (`GRACE`) to end. With a restart
+left, all 8 start again as attempt 1; otherwise the `RunOutcome` has the failure of worker 3.
 """
 
 from __future__ import annotations

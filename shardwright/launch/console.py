@@ -12,6 +12,9 @@
 3. `Progress`: the lines on the terminal while workers run. On a terminal one live line stays below the rest;
    elsewhere each change of state is one plain line. The workers' own output goes to their logs and never to the
    terminal.
+
+Example: signal 9 ends worker 2 of 8. Its `WorkerExit` has the code 137 and the cause "exit code 137, SIGKILL", and the
+terminal shows "worker 2 failed (exit code 137, SIGKILL), ending the others".
 """
 
 from __future__ import annotations

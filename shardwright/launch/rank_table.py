@@ -2,6 +2,9 @@
 
 Ranks count from 0 without a gap. All ranks of one server come before those of the next, in the order of the servers'
 ids as text (``"10.0.0.10"`` comes before ``"10.0.0.9"``). Within a server ranks may be on devices in any order.
+
+Example: two servers, "10.0.0.9" and "10.0.0.10", with one device each. The device of "10.0.0.10" has rank 0, and that
+of "10.0.0.9" rank 1; the other way round is an error that names the entry.
 """
 
 from __future__ import annotations

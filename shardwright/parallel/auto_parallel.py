@@ -10,6 +10,9 @@ The first call captures the model, plans it, lowers the plan and runs it. Later 
 
 Settings are methods that are called before the first call (`setting_methods`); planning of one call is
 `call_planning.CallPlanning`.
+
+Example: a first call with x [32, 16] builds a program. A call with x [64, 16] builds a second one, with a
+`RecaptureWarning`. A third call, with x [32, 16] again, runs the first program.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@
 3. `planning.make_plan` or `planning.make_pipeline` plans the graph.
 4. In processes the ranks compare their plans, settings, first values and random state (`Agreement`). A rank whose
    planning failed tells the others, so that none waits for it.
+
+Example: 8 processes each pass x [4, 16] under ``dataset_strategy("data_parallel")``. The model is captured and planned
+at the global x [32, 16]; in a pipeline of 4 micro-batches it is captured at [8, 16].
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ around     DDP(model), nn.DataParallel(model), FSDP(model), torch.compile(model)
            model and changes its class
 inside     AutoParallel(DDP(net)), torch.compile on a block, fully_shard(net), net.compile(): `check_inside` looks
            for them when the model is wrapped, and before each planning
+
+Example: after ``net[0].compile()`` the call ``AutoParallel(net)`` is an error: "the module '0' of the model is wrapped
+by torch.compile". The alternative is ``AutoParallel(net, …, compile=True)`` of the plain net.
 """
 
 from __future__ import annotations

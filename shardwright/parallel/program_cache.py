@@ -5,6 +5,9 @@
 
 A further program is announced by a `RecaptureWarning` (`_announce`). The least recently used one is dropped beyond
 ``max_programs``.
+
+Example: calls with x [32, 16], x [64, 16] and x [32, 16] build 2 programs. After ``net.beta = 5.0``, which the forward
+reads, the next call builds a third one; with ``max_programs=2`` the one that was used longest ago is dropped.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 A wrapped model has two values: `Settings` decides its plans, `ProgramSettings` decides how they run. Each method
 replaces one of the two by a changed copy.
+
+Example: ``model.hsdp(optimizer_level="level3")`` changes `Settings.hsdp`, and so the plan. ``model.comm_fusion(…)``
+changes `ProgramSettings.fusion`, the buckets of gradients. ``model.dataset_strategy("full")`` is an error.
 """
 
 from __future__ import annotations

@@ -11,6 +11,9 @@ nothing is written back.
 
 `refuse_calls_of_parts` refuses calls of a module with slices by itself. `forwarded_attributes` decides which
 attributes of a wrapper are those of its model.
+
+Example: a weight [32, 16], of which each of 4 ranks has a slice [8, 16]. Inside of the block the weight is [32, 16] on
+every rank. After ``net.weight.data.mul_(2)`` in the block, each rank's slice has doubled values.
 """
 
 from __future__ import annotations

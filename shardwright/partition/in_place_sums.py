@@ -8,8 +8,9 @@ program is static, so it says where it is not:
     backward    the gradient comes from operators of `PRODUCTS` alone, which make a new tensor for it. Autograd hands
                 the gradient of an addition to both of its terms, so that another operator's gradient is copied
 
-Example: y = relu(x @ w), whose contracted dim is cut. The terms of x @ w are read by the sum alone, and the sum is
-theirs. In y = relu(h) + h.sigmoid_() with h = x @ w, h would be copied.
+Example: y = relu(x @ w) with x [32, 16] and w [16, 8], whose contracted dim of 16 is cut 4 ways. The terms of x @ w,
+[32, 8] on each rank, are read by the sum alone, and the sum is theirs. In y = relu(h) + h.sigmoid_() with h = x @ w, h
+would be copied.
 
 What the backward runs again, and a backward that is differentiated again, copies.
 """

@@ -5,6 +5,11 @@ one line per operator and per parameter, so that two documents can be compared l
 
 The graph of a pipeline's micro-batch is nearly the union of its stages' graphs: it is written without the operators
 and values that the stages have (`_beside`), and put together again by `whole_graph`.
+
+Example, the line of a linear operator on 8 devices, whose x [32, 16] is cut along the batch::
+
+    {"name": "linear", "op": "linear", "in_strategy": [[8, 1], [1, 1], [1]], "cause": "batch", "shapes": "f32[32, 16],
+     f32[32, 16], f32[32] -> f32[32, 32]", "module": "fc1", "source": "model.py:7", "seconds": 1.501e-05}
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 3. Otherwise solve again with a lower limit: the problem may count a little less than the program holds.
 4. After `MOST_TRIES` solves, or where no states are within the limit, try the plan of the least memory.
 
-With a limit of 10 GB, a peak of 10.4 GB lowers the problem's limit to 9.6 GB (over by less than `SLIGHTLY`); a peak
-of 20 GB lowers it to 10 · 10 / 20 = 5 GB.
+Example: with a limit of 10 GB, a peak of 10.4 GB lowers the problem's limit to 9.6 GB (over by less than `SLIGHTLY`); a
+peak of 20 GB lowers it to 10 · 10 / 20 = 5 GB.
 
 A plan that is returned therefore fits. The error names the peak of a plan that exists.
 """

@@ -6,7 +6,7 @@
 3. Unmarked view, or cast between floating dtypes: the layout with the least traffic to and from its producer and its
    consumers.
 
-A batch of 6 rows on 4 devices is cut gcd(6, 4) = 2 ways, and 2 devices each repeat the same work.
+Example: a batch of 6 rows on 4 devices is cut gcd(6, 4) = 2 ways, and 2 devices each repeat the same work.
 
 `data_parallel` is the same without marks. Nothing is searched here: `sharding_propagation` follows marks by cost,
 `recursive_programming` and `dynamic_programming` search.

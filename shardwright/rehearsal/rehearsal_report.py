@@ -4,6 +4,9 @@
 2. `Rehearsal`: the operators of one rank, its step in time, what the links would take, and memory.
 
 ratio = measured / promised
+
+Example: an operator with 1.23 ms measured and 1.10 ms promised has the ratio 1.12. A view, to which nothing is
+promised, has none.
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@
     elapsed       computing + exposed + casts of redistributions, and in a pipeline the waiting for other stages
 
 In a pipeline the other stages compute as many times as long as promised as the rank's own stages do together.
+
+Example: the forward of an operator has two instructions, to which the plan promises 10 us and 30 us. Of 80 us measured,
+the first one is given 20 us and the second one 60 us.
 """
 
 from __future__ import annotations

@@ -7,6 +7,12 @@
 
 `tell` takes a name and prints what it means. `tables` prints all operators of a plan without reasons; the figures come
 from `shardwright.operator_explanation`.
+
+Example, lines of `explanation` for the first layer of ``Linear(16, 32), ReLU, Linear(32, 8)``, on 8 devices::
+
+    0 (linear), model.py:6: ((8, 1), (1, 1), (1,))
+    along the batch; held there by 1 (relu), by the result of 0 (linear): +5.71 us
+    it costs 15 us of 90.7 us a step
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@
    `results_lines`).
 2. Units, in dumps and tables alike: bytes (`size_text`, ``392 KiB``) and seconds (`time_text`, ``1.23 ms``, which is
    that of `launch.progress`, since searches show theirs).
+
+Example: 401,408 bytes are ``392 KiB``, and 8,030,261,248 elements are ``8.03 billion``. The layout of a matrix whose
+dim 0 is cut 8 ways is ``[8@1, -]``.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@
 2. `layout_html`, `operator_html`, `operators_html`, `mark_html`, `plan_html`: what ``_repr_html_`` returns. Each is
    one element with a picture where there are slices, without scripts, and without styles from elsewhere; all texts
    are escaped.
+
+Example: `layout_html` of the layout [8@1, -] has the caption "8: [8@1, -]", a picture of 8 slices, and
+the label "dim 0 in 8 parts".
 """
 
 from __future__ import annotations

@@ -6,6 +6,10 @@
 4. `difference_figures`: two plans compared.
 
 A number that is infinite or unknown is None. The tables in a terminal show the same figures.
+
+Example: ``Linear(16, 32), ReLU, Linear(32, 8)`` with a batch of 32 rows, in data_parallel on 8 devices h100x8::
+
+    {"cost": 9.07e-05, "bound": null, "sent": 5670, "memory": {"parameters": 3232, "gradients": 3232, …}, …}
 """
 
 from __future__ import annotations

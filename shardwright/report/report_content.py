@@ -2,6 +2,9 @@
 
 Every figure is the plan's own: the prices, timelines and schedules that the tables in a terminal have too. For a
 pipeline, operators and collectives are those of one micro-batch, stage by stage.
+
+Example: in data_parallel on 8 devices, with 32 rows, the operators of ``Linear(16, 32), ReLU, Linear(32, 8)`` and of
+the loss take 15.0, 10.0, 20.0 and 45.7 us (`spent`), 90.7 us together (`whole`).
 """
 
 from __future__ import annotations

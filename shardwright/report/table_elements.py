@@ -4,6 +4,9 @@
 2. A table of `parameters`, and the lines `memory_line` and `total`.
 3. The search of stages="auto": its priced alternatives, the best first (`alternatives_of`), and its cuts of the model
    (`cuts_of`).
+
+Example: a linear layer of 16 to 32 features, with 32 rows on 8 devices, has the strategy ((8, 1), (1, 1), (1,)) and the
+local shapes 4x16 32x16 32 -> 4x32. Four stages of 8 devices each are written ``4 x 8``.
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@
    those of every stage, the transfers between the stages, and the schedule as a grid.
 2. `summary` prints a plan at a glance: the time of a step, the memory of a device, the most expensive communications;
    of a pipeline the simulated step, and a line for each stage.
+
+Example, a line of `summary` for ``Linear(16, 32), ReLU, Linear(32, 8)`` in data_parallel on 8 devices, with 32 rows::
+
+    a step takes 90.7 us: forward 40.7 us, backward 50 us; computing 85 us, communication 5.71 us
 """
 
 from __future__ import annotations

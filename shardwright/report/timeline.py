@@ -8,6 +8,9 @@
 
 All three also show a step whose messages travel beside computation (`cost.cost_model.StepInTime`): a row for the
 computation and one for each level of links.
+
+Example: a pipeline of 2 stages and 4 micro-batches has the headline "204 us a step, bubble 32.5%: 1f1b, 2 stages on 2
+groups of devices, 4 micro-batches". In its trace an action that begins at 0.000018 s has the time 18.0.
 """
 
 from __future__ import annotations

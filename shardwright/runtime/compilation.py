@@ -7,6 +7,9 @@
 A program has one set of shapes, so it is compiled with ``dynamic=False``. With a mode or an option that uses CUDA
 graphs, parameters keep their addresses (`keep_in_place`): a graph then reads them where they are, and copies the inputs
 alone.
+
+Example: ``compile={"mode": "max-autotune"}`` calls ``torch.compile(program, backend="inductor", dynamic=False,
+mode="max-autotune")``. The mode "max-autotun" is an error that names the modes there are.
 """
 
 from __future__ import annotations

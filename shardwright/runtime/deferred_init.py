@@ -12,6 +12,9 @@
 Functions that need all numbers (``orthogonal_``) draw the whole tensor.
 
 `put_in_place` and `substitute` exchange a model's parameters, also in the optimizers that were built before.
+
+Example: ``nn.Linear(1024, 1024)`` inside of `no_init_parameters` has a weight on the meta device. On 8 ranks that store
+it in slices each rank keeps [128, 1024], 512 KiB of the 4 MiB.
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@
 
 Parameters that are empty on this rank are also hidden from steps, to save time. In processes the step is that of a
 stand-in (`distributed/optimizer_steps.py`).
+
+Example of the first case: ``optimizer = SGD(copy.deepcopy(net).parameters(), lr=0.1)``, while ``net`` is trained. Its
+step is the error "SGD holds the parameters of a copy of the model".
 """
 
 from __future__ import annotations

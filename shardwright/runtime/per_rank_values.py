@@ -12,6 +12,9 @@ each process returns its rank's result. Where all devices are in one process the
 2. Every rank is fed the whole batch: all ranks must return the same.
 
 The file also restores the caller's view of inputs that the model changes in place.
+
+Example: 8 ranks in one process, each fed its own 4 rows. Results [4, 10] of the ranks are stacked as [8, 4, 10] and
+joined to [32, 10]; losses from 0.0 to 7.0 become their mean 3.5.
 """
 
 from __future__ import annotations

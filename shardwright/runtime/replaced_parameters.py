@@ -6,6 +6,9 @@ gradient that a backward has for such an object itself, of a value from before, 
 is refused too (`optimizer_guard`), since its state would belong to none of the model's parameters.
 
 Tensors that are not exactly an `nn.Parameter`, as those of quantization libraries, stay as they are.
+
+Example: ``old = net.fc.weight`` [32, 16], read before the first call on 4 ranks. After the call ``old.grad`` is
+``net.fc.weight.grad``, whose local tensor is [8, 16], and ``old * 2`` is ``net.fc.weight * 2``.
 """
 
 from __future__ import annotations

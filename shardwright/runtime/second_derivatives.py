@@ -9,6 +9,9 @@ forward's steps again. A function of the runtimes for which this is not written 
 second derivative is an error that says what is possible. In several processes gradients of parameters are sums that
 autograd does not see (`refuse_graph`); gradients of inputs are differentiated twice there too, unless the program is
 compiled.
+
+Example: with ``nn.Linear(4, 1)`` as the model and x [8, 4] each row of ``slope`` is the weight w. The lines above give
+w the gradient x.mean(0) + 2 · 8 · w, under any plan.
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@ A call checks in with the other ranks (`begin`), draws the seed, runs the local 
 and inputs that the model changes, and builds the user's outputs. `make_program` chooses the runtime: one device, all
 devices in one process, a process a rank, or a pipeline of either kind. `pipeline_step.PipelineProgram` has the same
 interface for a plan with stages.
+
+Example: a model of a linear layer and a batch norm, with a loss. A call runs the program, which returns the loss and
+new values of 3 buffers, ``running_mean``, ``running_var`` and ``num_batches_tracked``; these are written into the
+buffers.
 """
 
 from __future__ import annotations

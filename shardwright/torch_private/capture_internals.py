@@ -1,4 +1,13 @@
-"""Private names of torch.export, fake tensors and torch.compile."""
+"""Private names of torch.export, fake tensors and torch.compile.
+
+1. Names of torch's modules, attributes and loggers (`EXPORTER`, `COMPILED`, `NOISY_LOGGERS`).
+2. Context managers that replace a private function or a setting of torch, and restore it at their end
+   (`attributes_unchecked`, `stack_lines`, `without_cudnn`).
+3. `called_above_autograd`, which has every operator handled by a function of the package.
+
+Example: inside of ``called_above_autograd(handle)`` the call ``torch.add(x, 1)`` calls
+``handle(aten.add.Tensor, (x, 1), {})``, and the result of ``handle`` is the result of the call.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Private names of modules: the tables of their parts and of their hooks."""
+"""Private names of modules: the tables of their parts and of their hooks.
+
+1. Parts of one module: `parameter_table`, `buffer_table`, `module_table`, and all three by kind (`part_tables`).
+2. Hooks of one module (`hooks_of`), and those that every module runs (`hooks_of_all_modules`).
+
+Example: of ``nn.Sequential(nn.Linear(4, 2))`` the table of submodules has "0", and that of parameters is empty. The
+table of parameters of the submodule has "weight" and "bias".
+"""
 
 from __future__ import annotations
 

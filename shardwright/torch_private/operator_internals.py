@@ -1,4 +1,11 @@
-"""Private names of operators."""
+"""Private names of operators.
+
+1. One operator: its schema, the name of its overload, the overload of a custom operator.
+2. Operators by name, those alone that this version of torch has (`operators`, `fused_optimizers`, `foreach_edits`).
+
+Example: ``overload_name(torch.ops.aten.add.Tensor)`` is "Tensor", and ``overload_name(torch.add)`` is "".
+``operators("_softmax", "nowhere")`` has the one overload ``aten._softmax.default``.
+"""
 
 from __future__ import annotations
 

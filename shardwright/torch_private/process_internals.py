@@ -1,4 +1,12 @@
-"""Private names of process groups, launchers and pipeline schedules."""
+"""Private names of process groups, launchers and pipeline schedules.
+
+1. Process groups: their store, timeout and number; the names of their methods for one tensor.
+2. Launchers: the workers that an elastic agent has started.
+3. Pipeline schedules of torch: the letter of an action, the order without transfers.
+
+Example: the method for an all-gather (`GATHER_METHOD`) is "all_gather_single" in torch 2.13, and "_allgather_base" in
+the versions before.
+"""
 
 from __future__ import annotations
 

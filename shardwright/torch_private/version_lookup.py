@@ -1,4 +1,12 @@
-"""Names that a version of torch may lack: looked up when they are first used, each with the feature that needs it."""
+"""Names that a version of torch may lack: looked up when they are first used, each with the feature that needs it.
+
+1. A name that an import needs (`NAMES`): torch's object, or a stand-in whose use is the error (`name_of_torch`).
+2. A path that may be missing (`lookup`): the object or None.
+3. A path or an attribute that must be there (`required`, `read_private`): the object or a `TorchVersionError`.
+
+Example: ``lookup("torch._C.nothing")`` is None. ``required("torch._C.nothing", "counting")`` is the error "torch 2.13.0
+has no torch._C.nothing, which this feature needs: counting".
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,12 @@
 2. `Differences`: the worst loss, gradient and parameter in one dtype.
 3. `FirstDifference`: the first operator that differs, from `first_difference`.
 4. `VerifyReport`: all of these, the verdict, and its text (`summary`).
+
+Example, the beginning of a `summary`::
+
+    ok: data_parallel on 8 devices against one device, 3 steps
+    relative differences  loss     gradients  parameters  allowed
+    float64               1.6e-16  0.0e+00    0.0e+00     1e-10
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Names in the bytecode of the user's functions: globals, variables of enclosing functions, attributes, imports.
 
-def forward(self, x):                  global  scale, with the chain ()
-    from .layers import gate           import  ``.layers``, gate
-    return gate(x) * scale * cfg.k     global  cfg, with the chain ("k",)
-                                       identifiers   gate, scale, cfg, k, layers
+Example::
+
+    def forward(self, x):                  global       scale, with the chain ()
+        from .layers import gate           import       (".layers", "gate")
+        return gate(x) * scale * cfg.k     global       cfg, with the chain ("k",)
+                                           identifiers  gate, scale, cfg, k, layers
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
 """State in reach of a forward, copied when it is first seen, compared after the forward, and restored at the end.
 
-spaces     dicts of attributes, and the tables of modules
-containers lists, dicts, sets
-places     globals, variables of closures, attributes of classes and of objects with slots
-opaque     objects without attributes (`opaque_state`)
-hooks      tables of forward hooks: a hook that removes itself
+    spaces        dicts of attributes, and the tables of modules
+    containers    lists, dicts, sets
+    places        globals, variables of closures, attributes of classes and of objects with slots
+    opaque        objects without attributes (`opaque_state`)
+    hooks         tables of forward hooks: a hook that removes itself
 
 A further run of the same forward keeps the same objects (`KeptState.keep_those_of`), where each is as it was: the same
 functions, classes and objects. Numbers, strings and tensors may be others, since no object is reached through them.
+
+Example: a forward with ``self.count += 1``, where ``count`` is 3, has one `Change`: the place "net.count", old 3, new
+4. At the end of the capture ``count`` is 3 again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Places in which Python keeps values: entries of dicts, variables of closures, attributes of classes and objects.
 
 Example: the attribute ``net.beta`` is the place of the dict ``vars(net)`` and the key "beta", with the path "net.beta".
+
+The value of the place is that of the dict, such as 2.0; ``set(5.0)`` on the place means ``net.beta = 5.0``.
 """
 
 from __future__ import annotations

@@ -14,6 +14,9 @@
         without a seed
 
 Iterators, files and functions are replaced where the user's code finds them (`Observation`), and put back at the end.
+
+Example: a forward with ``next(self.batches)``, where ``net.batches = iter([1, 2, 3])``, is an error: "the forward takes
+the next value of net.batches, a list_iterator". After the capture ``net.batches`` is the same iterator, at 1.
 """
 
 from __future__ import annotations

@@ -15,6 +15,9 @@ An optimizer that torch does not have, or a class with a step of its own, steps 
 
 ``swa_utils.AveragedModel`` averages lists of parameters and, where asked, of buffers, which are plain tensors. The
 average of a list that has a DTensor is that of the slices (`_average`).
+
+Example: Adam on a weight [32, 16] in slices [8, 16] on 4 ranks. The state ``exp_avg`` that the user's optimizer holds
+is a DTensor [32, 16]; the step of the stand-in writes this rank's [8, 16] of it.
 """
 
 from __future__ import annotations

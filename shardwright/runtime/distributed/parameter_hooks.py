@@ -10,7 +10,11 @@ A sharded gradient is gathered for its hook: one all-gather for each parameter w
 stage call the hooks of `register_hook`; all ranks call the others, also where the parameter is empty.
 
 At the first call the parameters are replaced by other objects. Their hooks move to these, and references to the old
-objects in the hooks' functions are exchanged. An example is the loop that steps in the backward:
+objects in the hooks' functions are exchanged.
+
+Example: of a weight [32, 16], in slices [8, 16] on 4 ranks, a hook of ``register_hook`` gets the gradient [32, 16] on
+each rank; rank 1 adds rows 8 to 16 of its result. Old objects in functions are those of a loop that steps in the
+backward:
 
     optimizers = {p: torch.optim.Adam([p]) for p in net.parameters()}
     def step(p): optimizers[p].step(); optimizers[p].zero_grad()     # afterwards `optimizers` has the new objects as

@@ -3,6 +3,9 @@
 Optimizers, ``clip_grad_norm_`` and checkpoints see a DTensor whose local tensor is this rank's slice. Each program
 computes on plain leaves that share the DTensor's storage, since dispatching on a DTensor costs ten times as much.
 `gradient_sums` brings the leaves' gradients back to the parameters; `dtensors` has the functions of a single tensor.
+
+Example: a weight [32, 16], stored in 4 slices. ``net.weight`` is a DTensor of the shape [32, 16] with a local tensor
+[8, 16]. The leaf of the program is a plain tensor [8, 16] in the same memory, which an optimizer's step changes.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 The program stays a `torch.fx.GraphModule`; its redistributions become submodules that hold this rank's part of each
 step, forward and transposed. A local operator costs what it costs in plain PyTorch. `local.local_executor` runs the
 same program for all ranks in one process.
+
+Example: a weight [32, 16] that 4 ranks store in slices [8, 16]. Its redistribution becomes a `BoundWeight`: an
+all-gather to [32, 16] in the forward, and a reduce-scatter of the gradient [32, 16] to [8, 16] in the backward.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@
 
 3. Errors travel as their class's name and text (`error_as_json`, `error_of`): an error of the package and of Python
    itself arrives as it is, any other one as a RuntimeError with its text.
+
+Example: on 2 ranks ``exchanged({"step": rank})`` returns ``[{"step": 0}, {"step": 1}]`` on both. A `KeyError` arrives
+as a KeyError; an error ``HfError("x")`` of another library arrives as ``RuntimeError("HfError: x")``.
 """
 
 from __future__ import annotations

@@ -11,6 +11,9 @@ for gradients of parameters is a backward to their leaves, whose results are not
 While a process has parallel models and a process group, ``torch.autograd.grad`` is replaced by `_grad`, which passes
 all other requests on. The last of the models puts torch's own back. A name that was imported before (``from
 torch.autograd import grad``) is torch's own.
+
+Example: a weight [32, 16] in slices [8, 16] on 4 ranks. ``torch.autograd.grad(loss, [net.weight])`` returns the summed
+gradient, a DTensor [32, 16] with a local tensor [8, 16], and ``net.weight.grad`` stays None.
 """
 
 from __future__ import annotations
