@@ -14,14 +14,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from collective_log import rank_of_eight
 from hypothesis import given, strategies as st
+from ranks import load_what_a_capture_needs
 from small_networks import D, draw, labels
 from torch import nn
 
@@ -59,6 +60,11 @@ def network() -> nn.Module:
     return nn.Sequential(sw.shard(nn.Linear(8, 8, dtype=D), ((2, 2), (1, 2), (1,))))
 
 
+def loss_of(model: sw.AutoParallel, rows: int = 16) -> torch.Tensor:
+    """The one line of all calls: the captures of the ranks follow that of `ended`."""
+    return model(draw(rows, 8), labels(rows))
+
+
 class Trained:
     """A network on four ranks, its sums in both directions, and a step of it."""
 
@@ -68,7 +74,7 @@ class Trained:
         self.model = sw.AutoParallel(self.net, nn.CrossEntropyLoss()).dataset_strategy("full_batch")
 
     def __call__(self, rows: int = 16) -> torch.Tensor:
-        return self.model(draw(rows, 8), labels(rows))
+        return loss_of(self.model, rows)
 
     def steps(self, count: int, rows: int = 16) -> None:
         for _ in range(count):
@@ -649,11 +655,12 @@ def on_a_rank(rank: int, name: str, port: int, log: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory) -> Waves:
-    """All that a first capture loads is loaded here, before ranks are forked."""
+    """All that a first step loads is loaded here, before ranks are forked; their captures follow that of this one."""
     folder = tmp_path_factory.mktemp("failures")
-    sw.plan(network(), (draw(16, 8),), loss_fn=nn.CrossEntropyLoss(), targets=labels(16), devices=4)
-    for module in ("parameters", "rank_executor", "agreement"):
-        import_module(f"shardwright.runtime.distributed.{module}")
+    load_what_a_capture_needs()
+    with rank_of_eight(rank=0, world=WORLD):
+        model = sw.AutoParallel(network(), nn.CrossEntropyLoss()).dataset_strategy("full_batch")
+        loss_of(model).backward()
     return Waves(folder)
 
 
