@@ -38,6 +38,7 @@ import shardwright as sw
 
 WORLD = 4
 MARKS = ((2, 2), (2, 1))
+MARKS_OF_TWO = ((1, 2), (2, 1))
 MODES = (
     "stand_alone",
     "data_parallel",
@@ -127,7 +128,7 @@ def test_random_choices(seed: int) -> None:
 
 
 def on_ranks(
-    form: Form, mode: str, strategy: str, setting: Setting = nothing, cuts: Any = MARKS, positions: int = WORLD
+    form: Form, mode: str, strategy: str, setting: Setting = nothing, cuts: Any = MARKS, positions: int | None = None
 ) -> Callable[[int, int], None]:
     """A scenario: the step on each rank, beside one device."""
 
@@ -140,7 +141,8 @@ def on_ranks(
         setting(step)
         part = [(x, y) for x, y in batches()]
         if strategy == "data_parallel":
-            part = [tuple(t.chunk(positions)[rank % positions] for t in batch) for batch in part]
+            parts = positions or world
+            part = [tuple(t.chunk(parts)[rank % parts] for t in batch) for batch in part]
         got = [float(step(x, y)) for x, y in part]
         own = strategy == "data_parallel" and (form in OUTSIDE or mode == "hybrid_parallel")
         close(mean_of_ranks(got) if own else got, expected)
@@ -151,27 +153,34 @@ def on_ranks(
     return scenario
 
 
-def scenarios() -> dict[str, Callable[[int, int], None]]:
+def on_four() -> dict[str, Callable[[int, int], None]]:
     out = {}
     for form in FORMS:
         out[f"{form.__name__}, whole batch"] = on_ranks(form, "semi_auto", "full_batch")
     for form in (functional, functional_scaled, plain):
         out[f"{form.__name__}, parts"] = on_ranks(form, "semi_auto", "data_parallel")
-        for mode in ("data_parallel", "recursive_programming") if form is not functional_scaled else ():
-            out[f"{form.__name__}, {mode}"] = on_ranks(form, mode, "data_parallel")
         out[f"{form.__name__}, level 3"] = on_ranks(
             form, "semi_auto", "data_parallel", lambda step: step.hsdp(threshold=0, optimizer_level="level3")
         )
-        out[f"{form.__name__}, hybrid"] = on_ranks(form, "hybrid_parallel", "data_parallel", cuts=None)
     for form in (functional, functional_scaled):
         out[f"{form.__name__}, pipeline, parts"] = on_ranks(form, "data_parallel", "data_parallel", piped, None, 2)
+    out["a run goes on"] = a_run_goes_on
+    return out
+
+
+def on_two() -> dict[str, Callable[[int, int], None]]:
+    """Those that look the same on two ranks as on four."""
+    out = {}
+    for form in (functional, functional_scaled, plain):
+        for mode in ("data_parallel", "recursive_programming") if form is not functional_scaled else ():
+            out[f"{form.__name__}, {mode}"] = on_ranks(form, mode, "data_parallel", cuts=MARKS_OF_TWO)
+        out[f"{form.__name__}, hybrid"] = on_ranks(form, "hybrid_parallel", "data_parallel", cuts=None)
     out["functional, pipeline"] = on_ranks(functional, "data_parallel", "full_batch", piped, None)
     out["gan"] = gan_on_ranks(gan_by_hand)
     out["gan, functional"] = gan_on_ranks(gan_functional)
     out["gan, critic alone"] = gan_on_ranks(gan_critic_alone)
     out["no_sync"] = accumulated_on_ranks
     out["a first call by torch.func"] = first_call_by_torch_func
-    out["a run goes on"] = a_run_goes_on
     out["a model that is not found"] = a_model_that_is_not_found
     return out
 
@@ -399,8 +408,9 @@ def first_call_by_torch_func(rank: int, world: int) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.long
-def test_steps_on_ranks() -> None:
-    all_passed(run_ranks(run_scenarios, WORLD, scenarios()))
+@pytest.mark.parametrize(("world", "scenarios"), [(4, on_four), (2, on_two)], ids=["4", "2"])
+def test_steps_on_ranks(world: int, scenarios: Callable[[], dict[str, Callable[[int, int], None]]]) -> None:
+    all_passed(run_ranks(run_scenarios, world, scenarios()))
 
 
 # -- a step beside other things

@@ -1,5 +1,5 @@
-"""Every rule against the operator itself: run slice by slice, under every assignment of four devices, forward and
-backward, it must give what it gives whole. Among them are a factor in two with replicas, in four, and two factors."""
+"""Every rule against the operator itself: run slice by slice on four devices, forward and backward, it must give what
+it gives whole. Each factor is cut in four, and in two with replicas; each two factors are cut together."""
 
 import importlib
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -115,12 +115,21 @@ class Whole:
 
 
 def assignments(bound: Bound, devices: int) -> Iterator[Assignment]:
-    """Every way to give the digits of the device number to factors that may be split, some of them to none."""
+    """Assignments of the digits of the device number to factors that may be split.
+
+    On four devices: each factor in four, with either digit as the major one; each factor in two, by the digits in turn;
+    each two factors in two each, with the digits in turn.
+    """
     free = [i for i, f in enumerate(bound.factors) if f.splittable and f.size > 1]
-    pieces = [((devices, 1),)] + ([((2, 2),), ((2, 1),), ((2, 1), (2, 2))] if devices == 4 else [])
-    found = [{}] + [{i: tuple(Digit(*d) for d in piece)} for i in free for piece in pieces]
+    found: list[dict[int, tuple[Digit, ...]]] = [{}, *({i: (Digit(devices, 1),)} for i in free)]
     if devices == 4:
-        found += [{i: (Digit(2, 2),), j: (Digit(2, 1),)} for i, j in permutations(free, 2)]
+        major, minor = Digit(2, 2), Digit(2, 1)
+        found += [{i: (minor, major)} for i in free]
+        found += [{i: ((major, minor)[n % 2],)} for n, i in enumerate(free)]
+        found += [
+            {i: (major,), j: (minor,)} if (n + m) % 2 else {i: (minor,), j: (major,)}
+            for (n, i), (m, j) in combinations(enumerate(free), 2)
+        ]
     yield from dict.fromkeys(a for digits in found if bound.is_consistent(a := bound.cut_by(devices, digits)))
 
 
@@ -385,7 +394,7 @@ class Sliced:
 
 
 def check(case: Case, *counts: int) -> int:
-    """Run a case under every assignment of each of these numbers of devices; returns how many cut something.
+    """Run a case under the assignments of each of these numbers of devices; returns how many cut something.
 
     Raises:
         AssertionError: whole and sliced differ, with the assignment that shows it.
@@ -394,16 +403,19 @@ def check(case: Case, *counts: int) -> int:
     rule = find_rule(whole.op)
     bound = bound_rule(whole.op, rule)
     cut = 0
+
+    def subject() -> str:
+        return f"{bound.notation.text} cut {bound.in_strategy(assignment)} {assignment.digits}"
+
     for assignment in (found for devices in counts for found in assignments(bound, devices)):
         for keep_open in (True, False):
-            subject = f"{bound.notation.text} cut {bound.in_strategy(assignment)} {assignment.digits}"
             sliced = Sliced(whole, rule, bound, assignment, keep_open)
             if case.values_matter:
                 for i, (got, want) in enumerate(zip(sliced.outputs(), whole.outputs, strict=True)):
-                    assert close(got, want), f"{subject}: output {i} differs:\n{got}\n{want}"
+                    assert close(got, want), f"{subject()}: output {i} differs:\n{got}\n{want}"
                 for name, got in sliced.gradients().items():
                     want = whole.gradients[name]
-                    assert close(got, want), f"{subject}: gradient of {name} differs:\n{got}\n{want}"
+                    assert close(got, want), f"{subject()}: gradient of {name} differs:\n{got}\n{want}"
             if not sliced.passed:
                 break
         cut += bool(assignment.used)
