@@ -9,7 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def own_names() -> set[str]:
     """Names that the package defines or sets itself."""
     own = set()
     for path in FILES:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(tree_of(path)):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 own.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -74,14 +74,21 @@ def own_names() -> set[str]:
     return own
 
 
+@cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
+
+
+@cache
+def nodes_of(tree: ast.Module) -> list[ast.AST]:
+    return list(ast.walk(tree))
 
 
 def uses(tree: ast.Module, own: set[str]) -> list[tuple[int, str]]:
     """Lines with private names that are neither the package's nor Python's."""
     found = []
-    for node in ast.walk(tree):
+    known = own | PYTHONS | OTHERS | EXTENDED
+    for node in nodes_of(tree):
         if isinstance(node, ast.Attribute):
             names = [node.attr]
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -98,9 +105,7 @@ def uses(tree: ast.Module, own: set[str]) -> list[tuple[int, str]]:
             names = [node.args[1].value]
         else:
             continue
-        found += [
-            (node.lineno, name) for name in names if is_private(name) and name not in own | PYTHONS | OTHERS | EXTENDED
-        ]
+        found += [(node.lineno, name) for name in names if is_private(name) and name not in known]
     return found
 
 
@@ -117,11 +122,11 @@ def names_of_torch() -> set[str]:
 def texts(tree: ast.Module) -> list[tuple[int, str]]:
     """Lines with texts that are private names of torch, or that begin one: ``vars(module)["_parameters"]``,
     ``getattr(module, f"_global{kind}")``."""
-    joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) and node.values]
+    joined = [node for node in nodes_of(tree) if isinstance(node, ast.JoinedStr) and node.values]
     parts = {part for node in joined for part in node.values}
     found = [
         (node.lineno, node.value)
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.Constant)
         and node not in parts
         and isinstance(node.value, str)
