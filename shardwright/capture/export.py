@@ -358,8 +358,8 @@ def _first_capture(
     structure: Callable[[Call], Hashable],
 ) -> Captured:
     """A capture that follows none of the model's own programs: it follows that of another model, or exports."""
-    key, own = structure(call), IdentitySet(program.exported for program in programs)
-    lookalikes = [program for program in programs_of_structure(key) if program.exported not in own]
+    key, tried = structure(call), IdentitySet(program.exported for program in programs)
+    lookalikes = [program for program in programs_of_structure(key) if program.exported not in tried]
     if lookalikes:
         made, reason = captured([call], programs=lookalikes, of_lookalikes=True)
         if reason is None:

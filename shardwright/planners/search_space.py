@@ -35,7 +35,7 @@ import torch
 from ..cost.cost_model import CostModel
 from ..errors import LayoutError, ShardwrightError
 from ..graph import SEED, Graph, Master, Op, Value, map_values
-from ..identity_tables import IdentityCache
+from ..identity_tables import IdentityCache, IdentityMap
 from ..layout import Digit, Digits, Layout, beside
 from ..partition.local_program import (
     Decision,
@@ -177,8 +177,8 @@ def _terms(
         cannot be served. Cell ``i * len(uses) + j`` is that of layout i and set j.
     """
     place: dict[tuple[Redistribution, bool], int] = {}
-    # by identity of the redistributions, which most cells share with others: these, alive, and their places
-    seen: dict[int, tuple[tuple[tuple[Redistribution, bool], ...], list[int]]] = {}
+    # Most cells share their redistributions with others.
+    places: IdentityMap[tuple[tuple[Redistribution, bool], ...], list[int]] = IdentityMap()
     terms: list[int] = []
     cells: list[int] = []
     forbidden = []
@@ -189,10 +189,10 @@ def _terms(
             if found is None:
                 forbidden.append(cell)
                 continue
-            known = seen.get(id(found))
+            known = places.get(found)
             if known is None:
-                known = seen[id(found)] = found, [place.setdefault(each, len(place)) for each in found]
-            terms += known[1]
+                known = places[found] = [place.setdefault(each, len(place)) for each in found]
+            terms += known
             cells += [cell] * len(found)
     return tuple(place), np.array(terms, np.int32), np.array(cells, np.int32), np.array(forbidden, int)
 

@@ -469,11 +469,11 @@ class Splicer:
         """
         problem, rows, inside = self.problem, self.rows, range(begin, end)
         numbers = [np.flatnonzero(alive[v]) for v in inside]
-        own = [problem.costs[v][some].astype(float) for v, some in zip(inside, numbers)]
+        alone = [problem.costs[v][some].astype(float) for v, some in zip(inside, numbers)]
         between: dict[tuple[int, int], np.ndarray] = {}
 
         def cut(nodes: tuple[int, ...], table: np.ndarray) -> tuple[int | tuple[int, int], np.ndarray]:
-            """Of a table, what may be chosen; and the node, or the two nodes, of the stretch that it belongs to."""
+            """The one or two nodes of the stretch that a table belongs to, and its entries that may be chosen."""
             table, low = np.asarray(table, float), nodes[0]
             high = nodes[-1]
             if len(nodes) == 1:
@@ -487,23 +487,23 @@ class Splicer:
         for pair in dict.fromkeys(pair for v in inside for pair in self._near[v]):
             where, table = cut(pair, problem.edges[pair])
             if isinstance(where, int):
-                own[where] = own[where] + table
+                alone[where] = alone[where] + table
             else:
                 between[where] = table
-        order = elimination_order([len(node_costs) for node_costs in own], between, most=JOINT)
+        order = elimination_order([len(node_costs) for node_costs in alone], between, most=JOINT)
         if order.remaining:
             return None
-        script = Script([len(node_costs) for node_costs in own], between, order)
-        price, held = rows.prices(multipliers), []
+        script = Script([len(node_costs) for node_costs in alone], between, order)
+        price, priced = rows.prices(multipliers), []
         mine = ((rows.node >= begin) & (rows.node < end)) | ((rows.other >= begin) & (rows.other < end))
         for n in np.flatnonzero(mine & (price > 0)).tolist():
             node = int(rows.node[n])
             nodes = (node, int(rows.other[n])) if rows.step[n] else (node,)
-            held.append((*cut(nodes, rows.arrays[rows.array[n]]), float(price[n])))
+            priced.append((*cut(nodes, rows.arrays[rows.array[n]]), float(price[n])))
         best: tuple[list[int], float] | None = None
         for part in PARTS:
-            costs, edges = list(own), dict(between)
-            for where, amount, paid in held if part else ():
+            costs, edges = list(alone), dict(between)
+            for where, amount, paid in priced if part else ():
                 if isinstance(where, int):
                     costs[where] = costs[where] + amount * (part * paid)
                 else:

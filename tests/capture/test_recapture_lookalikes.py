@@ -121,7 +121,8 @@ def test_the_graph_of_a_lookalike_is_that_of_its_export(shared, rows):
 
 
 def test_a_model_of_torchs_modules_has_the_line_of_its_own_call(shared):
-    """It follows a program of another line. Another size keeps the line, and so does the earlier model."""
+    """Two models of torch's modules, called at two lines: the second follows the program of the first. Each has its
+    line, at another size too."""
     nets = [nn.Sequential(nn.Linear(8, 8, dtype=D), nn.ReLU()) for _ in range(3)]
     x, further = draw(3, 8), draw(5, 8)
     first = capture(nets[0], (x,))

@@ -60,11 +60,6 @@ def network() -> nn.Module:
     return nn.Sequential(sw.shard(nn.Linear(8, 8, dtype=D), ((2, 2), (1, 2), (1,))))
 
 
-def loss_of(model: sw.AutoParallel, rows: int = 16) -> torch.Tensor:
-    """The one line of all calls: the captures of the ranks follow that of `ended`."""
-    return model(draw(rows, 8), labels(rows))
-
-
 class Trained:
     """A network on four ranks, its sums in both directions, and a step of it."""
 
@@ -74,7 +69,7 @@ class Trained:
         self.model = sw.AutoParallel(self.net, nn.CrossEntropyLoss()).dataset_strategy("full_batch")
 
     def __call__(self, rows: int = 16) -> torch.Tensor:
-        return loss_of(self.model, rows)
+        return self.model(draw(rows, 8), labels(rows))
 
     def steps(self, count: int, rows: int = 16) -> None:
         for _ in range(count):
@@ -660,7 +655,7 @@ def ended(tmp_path_factory) -> Waves:
     load_what_a_capture_needs()
     with rank_of_eight(rank=0, world=WORLD):
         model = sw.AutoParallel(network(), nn.CrossEntropyLoss()).dataset_strategy("full_batch")
-        loss_of(model).backward()
+        model(draw(16, 8), labels(16)).backward()
     return Waves(folder)
 
 
