@@ -291,7 +291,7 @@ def test_nor_is_splitting_the_batch_alone(name: str, feed: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "name"), [(n, name) for n in (2, 4, 6) for name in MODELS if (n, name) != (6, "gpt")]
+    ("devices", "name"), [(n, name) for n in (2, 4, 6) for name in MODELS if n == 2 or name != "gpt"]
 )
 def test_the_exact_search_equals_the_oracle(name: str, devices: int) -> None:
     search = searched(name, devices)
@@ -299,12 +299,12 @@ def test_the_exact_search_equals_the_oracle(name: str, devices: int) -> None:
     assert solve(problem).cost == pytest.approx(milp(problem).cost, rel=1e-7)
 
 
-@pytest.mark.parametrize(("layers", "devices"), [(13, 2), pytest.param(5, 4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("layers", "devices"), [(13, 2), (2, 4)])
 def test_so_it_does_of_a_network_of_300_operators(layers: int, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirteen layers, captured and priced as any model; and fewer, each operator of which has more strategies."""
     monkeypatch.setitem(MODELS, "gpt", lambda: small_gpt(layers))
     search = searched("gpt", devices)
-    assert 290 <= len(search.described.graph.ops) * 13 / layers <= 320
+    assert len(search.described.graph.ops) == 10 + 22 * layers, "296 of thirteen layers"
     problem = search.cost_graph(search.options()).problem
     found, truth = solve(problem), milp(problem)
     assert found.cost == found.bound == pytest.approx(truth.cost, rel=1e-7)
