@@ -37,7 +37,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ from shardwright.checkpoint.checkpoint_folders import LOCK, steps_in
 from shardwright.checkpoint.manifest import verify
 from shardwright.process_runtime import _current
 
-STEPS = 40
+STEPS, QUICK_STEPS = 40, 16
 KEPT = 3
 EVERY = 2
 #: Seconds in which the others have to end after one process was killed: 10 on an idle machine.
@@ -61,11 +61,12 @@ NOTICED = 30.0
 
 @dataclass(frozen=True)
 class Way:
-    """The way in which a run is saved, and by how many processes."""
+    """The way in which a run is saved, by how many processes, and after how many steps it ends."""
 
     whole: bool
     background: bool
     processes: int
+    steps: int = STEPS
 
     def __str__(self) -> str:
         return (
@@ -149,7 +150,7 @@ def run(way: Way, folder: Path, journal: Journal | None) -> None:
     if journal:
         journal.write("from", first)
     pending = None
-    for step in range(first, STEPS):
+    for step in range(first, way.steps):
         loss = training.step()
         if journal:
             journal.write("loss", step, loss)
@@ -176,7 +177,7 @@ def run(way: Way, folder: Path, journal: Journal | None) -> None:
     if pending is not None:
         pending.wait()
     if journal:
-        journal.write("end", STEPS)
+        journal.write("end", way.steps)
 
 
 def _child(way: Way, rank: int, port: int, folder: Path, journal: Path) -> None:
@@ -378,7 +379,7 @@ def damage_files(count: int, chance: random.Random, folder: Path) -> dict[str, A
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few of each")
+    parser.add_argument("--quick", action="store_true", help="a few of each, and runs of 16 steps")
     parser.add_argument("--kills", type=int, help="how many (default 200; quick: 4)")
     parser.add_argument(
         "--worlds", type=int, nargs="+", choices=(1, 2, 4), default=[1, 2, 4], help="processes of a run"
@@ -401,8 +402,10 @@ def main() -> None:
         warm.step()  # what a first step loads is loaded before processes are forked
         if kills:
             ways = [way for way in (*ALONE, *TOGETHER) if way.processes in arguments.worlds]
+            if arguments.quick:
+                ways = [replace(way, steps=QUICK_STEPS) for way in ways]
             if kills <= 50:
-                ways = [way for way in ways if way in (ALONE[0], TOGETHER[3], TOGETHER[-1])]
+                ways = [way for way in ways if replace(way, steps=STEPS) in (ALONE[0], TOGETHER[3], TOGETHER[-1])]
                 ways = ways if len(arguments.worlds) < 3 else ways[:2]
             for i, way in enumerate(ways):
                 share = kills * (i + 1) // len(ways) - kills * i // len(ways)
