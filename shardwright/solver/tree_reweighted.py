@@ -309,6 +309,39 @@ class _Between:
         self.tables = np.empty((*sizes, len(pairs)))
         self.at = [0, 0]
 
+    def part(self, flat: np.ndarray, end: int) -> np.ndarray:
+        """The messages to the nodes at one end of the edges: (states, edges)."""
+        begin, shape = self.at[end], (self.sizes[end], len(self.pairs))
+        return flat[begin : begin + shape[0] * shape[1]].reshape(shape)
+
+
+class _Way:
+    """The edges from one colour to those above (`to` 1) or below, with the places of what is sent along them.
+
+    Attributes:
+        ends: by edge, the node at its other end.
+        brought: by edge, the least that its message brings.
+        steps: by group of edges, its tables (own state first), the outgoing costs, the messages, what had come back
+            from there, and its part of `brought`.
+    """
+
+    def __init__(
+        self, messages: Sequence[np.ndarray], outgoing: Sequence[np.ndarray], to: int, groups: Sequence[_Between]
+    ) -> None:
+        self.ends = np.concatenate([np.empty(0, np.int64), *(group.ends[to] for group in groups)])
+        self.brought = np.empty(len(self.ends))
+        at = np.cumsum([0, *(len(group.pairs) for group in groups)]).tolist()
+        self.steps = [
+            (
+                group.tables if to else group.tables.swapaxes(0, 1),
+                group.part(outgoing[to], 1 - to),
+                group.part(messages[1 - to], to),
+                group.part(outgoing[1 - to], to),
+                self.brought[begin:end],
+            )
+            for group, begin, end in zip(groups, at, at[1:])
+        ]
+
 
 class Sweeps:
     """The messages of a problem, swept through its colours upwards and downwards.
@@ -373,6 +406,7 @@ class Sweeps:
         self._retained_shares = [[1.0 - count[side][mine] / most[mine] for side in (0, 1)] for mine in self._nodes]
         self._messages = [np.zeros(end) for end in ends]  # from below, from above
         self._outgoing = [np.zeros(end) for end in ends]  # to below, to above: less what had come from there
+        self._ways = [[_Way(self._messages, self._outgoing, to, two[to]) for to in (0, 1)] for two in self._sources]
 
     def load(self, problem: Problem) -> None:
         """Take other costs of the same nodes and edges; the messages stay."""
@@ -428,20 +462,13 @@ class Sweeps:
         with np.errstate(invalid="ignore"):
             np.subtract((side.share * theta)[side.at], self._messages[to][side.begin : side.end], out=outgoing)
         outgoing[np.isnan(outgoing)] = np.inf  # a state that all neighbours forbid: inf - inf
-        total = 0.0
-        for group in self._sources[c][to]:
-            mine = self._part(self._outgoing[to], group, 1 - to)
-            message = self._part(self._messages[1 - to], group, to)
-            _least(group.tables if to else group.tables.swapaxes(0, 1), mine, message)
-            brought = (message + self._part(self._outgoing[1 - to], group, to)).min(axis=0)
-            np.add.at(self._retained, group.ends[to], brought)
-            total += float(brought.sum())
+        total, way = 0.0, self._ways[c][to]
+        for tables, mine, message, returned, brought in way.steps:
+            _least(tables, mine, message)
+            np.minimum.reduce(message + returned, axis=0, out=brought)
+            total += float(np.add.reduce(brought))
+        np.add.at(self._retained, way.ends, way.brought)
         return total
-
-    def _part(self, flat: np.ndarray, group: _Between, end: int) -> np.ndarray:
-        """The messages to the nodes at one end of the edges: (states, edges)."""
-        begin, shape = group.at[end], (group.sizes[end], len(group.pairs))
-        return flat[begin : begin + shape[0] * shape[1]].reshape(shape)
 
     def _fix(self, c: int, stays: np.ndarray) -> None:
         if not stays.all():
@@ -475,7 +502,7 @@ class Sweeps:
 def _least(tables: np.ndarray, costs: np.ndarray, out: np.ndarray) -> None:
     """min_s tables(s, t, edge) + given(s, edge)."""
     if tables.size <= AT_ONCE:
-        np.min(tables + costs[:, None], axis=0, out=out)
+        np.minimum.reduce(tables + costs[:, None], axis=0, out=out)
         return
     np.add(tables[0], costs[0], out=out)
     some = np.empty(out.shape)
