@@ -177,7 +177,11 @@ def _terms(
         cannot be served. Cell ``i * len(uses) + j`` is that of layout i and set j.
     """
     place: dict[tuple[Redistribution, bool], int] = {}
-    terms, cells, forbidden = [], [], []
+    # by identity of the redistributions, which most cells share with others: these, alive, and their places
+    seen: dict[int, tuple[tuple[tuple[Redistribution, bool], ...], list[int]]] = {}
+    terms: list[int] = []
+    cells: list[int] = []
+    forbidden = []
     for i, source in enumerate(sources):
         for j, some in enumerate(uses):
             cell = i * len(uses) + j
@@ -185,9 +189,11 @@ def _terms(
             if found is None:
                 forbidden.append(cell)
                 continue
-            for each in found:
-                terms.append(place.setdefault(each, len(place)))
-                cells.append(cell)
+            known = seen.get(id(found))
+            if known is None:
+                known = seen[id(found)] = found, [place.setdefault(each, len(place)) for each in found]
+            terms += known[1]
+            cells += [cell] * len(found)
     return tuple(place), np.array(terms, np.int32), np.array(cells, np.int32), np.array(forbidden, int)
 
 

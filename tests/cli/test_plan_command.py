@@ -389,7 +389,8 @@ def test_a_saved_plan_is_read_in_a_process_that_has_made_none(model: Path, tmp_p
     assert not command("--output", saved, f"{model}:as_dict")
     calls = [["explain", str(saved), "up"], ["simulate", str(saved)], ["plan", "diff", str(saved), str(saved)]]
     code = (
-        "import os, sys, torch\nfrom shardwright.cli.main import main\n"
+        "import os, sys, torch, torch._dynamo\n"  # which each child would import on its own
+        "from shardwright.cli.main import main\n"
         f"for words in {calls}:\n    child = os.fork()\n    if not child:\n        sys.exit(main(words))\n"
         "    print(words[0], os.waitpid(child, 0)[1], file=sys.stderr)\n"
     )
