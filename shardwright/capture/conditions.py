@@ -11,6 +11,9 @@ Small tensors are compared by their values, larger ones by the number of their c
 computed from tensors before Python took it (``float(self.scale * 2)``) has no name: all plain tensors that the forward
 has read are compared then. So is a tensor that the forward has read and no operator of the program reads: torch takes
 its number (``x.roll(self.shift)``) where no method of the tensor is called.
+
+Example: a forward with ``if torch.is_grad_enabled():`` is called once as it is and once under `torch.no_grad`. Each of
+the 2 programs has the condition "torch.is_grad_enabled()", with the value True in one and False in the other.
 """
 
 from __future__ import annotations

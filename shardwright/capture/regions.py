@@ -20,6 +20,9 @@
 3. *A vmap region* (`torch.vmap` inside a model) is rewritten as operators on whole batches. Export leaves the region
    as it was called: a batch dim goes in, operators that do not see the batch dim follow, a batch dim comes out. A
    second trace below vmap gives operators that see the batch dim.
+
+Example of case 3: ``torch.vmap(net)(x)``, with ``net = nn.Linear(16, 32)`` and x [8, 4, 16]. The forward of net sees
+[4, 16]; the graph has one product f32[32, 16], f32[16, 32] -> f32[32, 32], of the rows of all 8 entries.
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@
                                                                  launcher, and run the same command (`_start`)
 
 2. ``rehearse`` plays one rank of a plan on this machine; ``compare-trace`` sets a profile beside its plan.
+
+Example: ``shardwright calibrate --devices 2 --output ours.json`` starts 2 processes and writes the links and the
+devices that were measured to "ours.json". ``shardwright rehearse plan.json --rank 7`` plays rank 7 of a plan.
 """
 
 from __future__ import annotations

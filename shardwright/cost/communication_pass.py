@@ -29,6 +29,9 @@ peak as it is, and what travels at other moments is still under way. The default
 weights of the largest one and their gradients, and at least the largest bucket.
 
 On Gloo (``library=False``) sums alone travel beside the backward; everything else is waited for where it is issued.
+
+Example: blocks 0 and 1 with 2 weights each, stored in parts. The 2 weights of block 1 are one message, which is issued
+when block 0 begins to use its own. With an allowance of 0 bytes, and the peak at that moment, it is issued later.
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@
 
 Where each process is fed its own part of a batch, samples and tokens are those of rank 0 times the number of processes.
 A step ends when the library's count of steps grows.
+
+Example: 2 micro-batches with the losses 0.4 and 0.6, which the library has divided by 2, are a step with the loss 1.0.
+A batch with ``input_ids`` [8, 128] on rank 0 of 4 processes counts as 32 samples and 4,096 tokens.
 """
 
 from __future__ import annotations

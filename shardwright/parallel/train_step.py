@@ -27,6 +27,9 @@ runs it as it is written. Meanwhile the models that it calls are parallel, and s
 3. One wrapper plans one set of models. The wrapper of a step is that of all its models where each call needs all of
    them: one model, or functions that call all of them. Otherwise (a GAN whose step calls its two models by
    themselves) each set has a wrapper of its own: `StepFunction.parts`.
+
+Example: the step of a GAN calls ``generator(z)`` and ``discriminator(x)`` by themselves: 2 sets of models, each with a
+wrapper of its own. A step that calls ``net(x)`` alone has 1 set, and the wrapper is that of net.
 """
 
 from __future__ import annotations

@@ -26,6 +26,9 @@
 
 Gradients lie as ``parameter.grad`` would: plain tensors in one process, slices (DTensors) in processes. The ``grad`` of
 the parameters themselves is left alone.
+
+Example: ``net = nn.Linear(16, 8)`` and a batch of 32 rows on 8 devices, each of which computes 4 rows. The loss is that
+of all 32 rows, and ``grads`` has 2 tensors, of the shapes [8, 16] and [8].
 """
 
 from __future__ import annotations

@@ -29,6 +29,9 @@ not sent again. A region recomputes when a backward first needs one of its dropp
 
 5. Recomputation by a search (`segments_of`, `with_recompute`): operators by name; neighbours within one segment of
    the program form one region.
+
+Example: y = relu(h), h = x @ w, with an input x [32, 16] and w [16, 8]. The product saves x, and relu saves y. Nothing
+saves h, which lives from the product to relu.
 """
 
 from __future__ import annotations

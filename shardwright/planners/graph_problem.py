@@ -19,8 +19,8 @@ or a constant.
 `CostGraph` is the problem with the meaning of its nodes, and `cost_graph` builds it. `plan_search` has the way from a
 solution to a plan; `memory_problem` adds memory to a `CostGraph`.
 
-Example: h = x @ w and y = relu(h) are a node each, and one edge between them, since h has one consumer. Where two
-operators consume h, h has a node too, and an edge to each of the three operators.
+Example: h = x @ w and y = relu(h) are 2 nodes with 1 edge between them, since h has one consumer. Where 2 operators
+consume h, h has a node too, and an edge to each of the 3 operators.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ The flow runs forwards and backwards until nothing new is found. Three terms:
 Where operands contradict one another, each leads once: the operator is asked for several cuts, and cost decides
 between them (`sharding_propagation`).
 
-A mark that cuts the rows of x in x @ w 4 ways leads with x: the factor of the rows is cut 4 ways, w is whole, and so
-the rows of the output are cut 4 ways, which a pointwise operator after the product follows.
+Example: a mark that cuts the rows of x in x @ w 4 ways leads with x: the factor of the rows is cut 4 ways, w is whole,
+and so the rows of the output are cut 4 ways, which a pointwise operator after the product follows.
 
 The order of the flow decides which demands count where an operator is asked for more than `MOST` cuts, and which
 operands add to a leading one:

@@ -8,8 +8,9 @@
    backward counts their gradients, from the backward of the consumer to that of the producer. An input is released
    after its last use, a saved tensor after the backward that uses it.
 
-Example: a softmax over a cut dim is a maximum, a difference, an exponential, a sum and a quotient. While the difference
-is computed, its result lies beside the input; once the exponential has consumed it, it is released.
+Example: a softmax of f32[32, 1000] over dim 1, which is cut 4 ways, is a maximum, a difference, an exponential, a sum
+and a quotient, on 32,000 bytes a rank. While the difference is computed, its result of 32,000 bytes lies beside the
+input; once the exponential has consumed it, it is released.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ keep to the cluster's levels. A linear operator may also pass a partial sum thro
 the rules allow under these axes, and no others; but halos are exchanged only where the batch cannot be cut so
 (`Bound.halos_may_pay`).
 
-8 devices in one level have the axes 2 @ 4, 2 @ 2, 2 @ 1; a matmul has 3 factors, so at most 4³ = 64 strategies.
+Example: 8 devices in one level have the axes 2 @ 4, 2 @ 2, 2 @ 1; a matmul has 3 factors, so at most 4³ = 64
+strategies.
 
 The file has three parts:
 

@@ -19,6 +19,9 @@ what these marks ask, and what cuts it further.
 
 `recursive_programming` and `dynamic_programming` weigh everything that the rules allow. This planner weighs what
 follows from the marks, a handful of strategies an operator, so its time grows with the number of operators alone.
+
+Example: in relu(x @ w) on 4 devices a mark cuts the columns of w 4 ways. The product has the one option of its mark,
+and relu the options of 4 slices of columns, which sends nothing, and of the batch.
 """
 
 from __future__ import annotations

@@ -25,6 +25,9 @@ The program is cheaper than the best state where
 
 Uses of one layout whose gradients are partial sums over different digits share their forward: (M, use) with a use
 whose gradient is complete serves them too, each for the price of its gradient's sum.
+
+Example: a value with 3 consumers, whose uses are a, a and b. In the state (M, a) one redistribution serves the two uses
+of a, and another one the use b: 2 redistributions in place of 3.
 """
 
 from __future__ import annotations

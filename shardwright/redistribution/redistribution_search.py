@@ -20,6 +20,9 @@ A·B] -> [A·B, C]`` sends 2 parts of 16 and not 3 (n = 2).
 Cost: the amount that a rank must send, then the number of collectives, then the number of permutations. A slice into
 a digit's goal never hurts, so it is always taken. States may be *strided* (a minor atom is carried while a more major
 one is local): no Layout can express such a state, but between two layouts it saves collectives.
+
+Example: from [8@1, -] to [-, 8@1] the 8 ranks make one all_to_all. Each rank has 1/8 of the tensor and sends 7 of its 8
+pieces: 7/64 of the tensor.
 """
 
 from __future__ import annotations

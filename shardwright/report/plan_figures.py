@@ -9,7 +9,7 @@ A number that is infinite or unknown is None. The tables in a terminal show the 
 
 Example: ``Linear(16, 32), ReLU, Linear(32, 8)`` with a batch of 32 rows, in data_parallel on 8 devices h100x8::
 
-    {"cost": 9.07e-05, "bound": null, "sent": 5670, "memory": {"parameters": 3232, "gradients": 3232, …}, …}
+    {"cost": 9.07e-05, "bound": null, "sent": 5670, "memory": {"parameters": 3232.0, "gradients": 3232.0, …}, …}
 """
 
 from __future__ import annotations

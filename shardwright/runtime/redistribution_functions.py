@@ -9,7 +9,7 @@
            backward  the gradient goes to the elements that attain the extreme, in equal shares: rank r with c_r such
                      elements gets c_r / Σ c of it, which its local operator shares among them
 
-   Ranks that hold 3, 5 and 5: the maximum is 5, and the second and third rank get half of the gradient each.
+   Example: ranks hold 3, 5 and 5. The maximum is 5, and the second and third rank get half of the gradient each.
 
 2. Halos: a slice becomes the elements that its rank reads, and the gradient of these the gradient of the slice.
    `redistribution.halos` has the numbers.

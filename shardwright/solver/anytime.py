@@ -18,6 +18,9 @@ Three functions improve given states:
 2. `wide`: a single such pass, with a cutset that lets the rest be eliminated within a joint of so many entries.
 3. `within`: each node may take one of a few states only; the remaining problem is small enough for HiGHS, with the
    memory rows.
+
+Example: with a bound of 90 and states of cost 100, a state whose reduced cost is 12 is removed: each assignment with it
+costs at least 102. States of reduced cost 10 or less remain.
 """
 
 from __future__ import annotations

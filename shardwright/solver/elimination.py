@@ -7,8 +7,8 @@
 The constant after the last elimination is the least cost. Backwards, each node takes the state in which its joint is
 least, given its neighbours' states.
 
-A chain a - b - c of nodes with 10 states: eliminating a joins its costs and the edge a-b, 100 entries, into a table
-of 10 over b; b and c follow likewise. No joint is larger than 100 entries, instead of 1000 assignments.
+Example: a chain a - b - c of nodes with 10 states. Eliminating a joins its costs and the edge a-b, 100 entries, into a
+table of 10 over b; b and c follow likewise. No joint is larger than 100 entries, instead of 1000 assignments.
 
 Sharing: tables are told apart by identity, and the same operation on the same tables gives the same table. The inside
 of L equal layers is computed once, and a chain of equal links is squared log2(L) times. A node with one state

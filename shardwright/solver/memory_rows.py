@@ -4,7 +4,7 @@ combined of others.
 A moment is a row: Σ_(usages u that live then) m_u(s) <= limit. Where the live usages of one moment are part of those
 of another, only the other is a row. A row that even the largest states cannot break is none.
 
-Usages over [0, 3), [1, 2) and [2, 4) have two rows: moment 1 (the first two) and moment 2 (the first and the third).
+Example: usages over [0, 3), [1, 2) and [2, 4) have 2 rows: moment 1 (the first two) and moment 2 (the first and third).
 
 `shorter` finds the equal layers of a problem, and a shorter problem that has a few of them in place of all:
 

@@ -7,7 +7,7 @@ The memory m_u of a usage u depends on the state of one node, or of two nodes th
 operator, a parameter, a value with several consumers, or the choice between saving and recomputing a value. A
 forbidden state or pair costs infinity.
 
-Two nodes with costs (0, 3) and (0, 0) and the edge ((5, 1), (0, 0)) have their least cost 1 in the states (0, 1).
+Example: nodes with costs (0, 3) and (0, 0) and the edge ((5, 1), (0, 0)) have their least cost 1 in the states (0, 1).
 """
 
 from __future__ import annotations

@@ -12,6 +12,9 @@ capture (`modules_patched`). A run enters what the replaced methods call:
 A run sees the modules that its own thread uses. Captures inside of a capture, and captures by several threads at once,
 share the patch; the last one to end puts the methods back. Classes of plain objects are patched by each run
 (`attribute_methods`).
+
+Example: a forward with ``self.count += 1`` inside of ``module_attributes(first)``. `first` records a read of "count"
+and an assignment to "count". The same forward in another thread is not recorded.
 """
 
 from __future__ import annotations

@@ -5,10 +5,9 @@
    last gradient has come, and the backward goes on while the sum travels. Buckets start in one order on all ranks.
    On Gloo each start gives the buckets before it their next turn, and a short one may wait to travel with a
    redistribution; a library's sum has one turn, which nothing waits for before the end. At the end of the backward all
-   sums are finished. A bucket that some gradients have not reached, since the loss
-   does not depend on every parameter, is then summed without these; the program is the same on all ranks, so the
-   missing gradients are the same too. The gradients handed over are views of the bucket: no copy is made after the
-   sum.
+   sums are finished. A bucket that some gradients have not reached, since the loss does not depend on every parameter,
+   is then summed without these, which are the same ones on all ranks. The gradients handed over are views of the
+   bucket. Example: gradients [8, 16] and [8] are a bucket of 136 elements, summed once, and then two views of it.
 
 2. Sums in turns (`SumInTurns`): sums that travel while the backward goes on.
 
