@@ -239,7 +239,7 @@ def searched(rank: int, world: int) -> None:
         net = Chain(skip=True)
         if mode == "sharding_propagation":
             sw.shard(net.layers[3], ((1, 2), (1, 2), (1,)))
-        check(net, TWO, rank, mode=mode, feed="data_parallel")
+        check(net, TWO, rank, given=batches(1), mode=mode, feed="data_parallel")
 
 
 @scenario
@@ -313,7 +313,7 @@ def targets_that_micro_batches_count_unlike(rank: int, world: int) -> None:
             rank,
             loss_fn=nn.CrossEntropyLoss(weight=weight),
             feed=feed,
-            given=[(batches(1)[0][0], target)] * 2,
+            given=[(batches(1)[0][0], target)],
         )
 
 
@@ -481,7 +481,8 @@ def on_four_ranks(rank: int, world: int) -> dict[str, str | None]:
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, str | None]]:
     ONE[:] = [dropped_on_one_device()]
-    torch.compile(torch.relu, backend="aot_eager")(torch.ones(1))  # its imports: once here, and not in every rank
+    # The imports of a compiler, and of its partitioner: once here, and not in every rank.
+    torch.compile(torch.relu, backend="aot_eager")(torch.ones(1, requires_grad=True))
     return run_ranks(on_four_ranks, WORLD)
 
 
