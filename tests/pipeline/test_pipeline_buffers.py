@@ -146,8 +146,8 @@ def scenarios(world: int) -> dict[str, Callable]:
         f"{habit.__name__}, {scheduler}": functools.partial(
             check, habit=habit, stages=world, micro_batches=4, scheduler=scheduler
         )
-        for habit in HABITS
-        for scheduler in (("1f1b", "zero_bubble") if world == 2 else ("1f1b",))
+        for scheduler, habits in (("1f1b", HABITS), ("zero_bubble", (old_average, two_in_a_row) if world == 2 else ()))
+        for habit in habits
     }
     if world == 4:
         out |= {
@@ -164,10 +164,13 @@ def scenarios(world: int) -> dict[str, Callable]:
             scheduler="interleaved",
             given={"chunks": 2, "stage_config": {str(i): i for i in range(4)}},
         )
-    return out | {
-        "new value": functools.partial(is_refused, habit=new_average, text="otherwise than linearly", stages=2),
-        "largest": functools.partial(is_refused, habit=largest, text="the new value of the buffer", stages=2),
-    }
+    else:
+        refused = {new_average: "otherwise than linearly", largest: "the new value of the buffer"}
+        out |= {
+            f"{habit.__name__} is refused": functools.partial(is_refused, habit=habit, text=text, stages=2)
+            for habit, text in refused.items()
+        }
+    return out
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -99,7 +99,7 @@ def test_the_script_in_eight_processes() -> None:
 
 # -- GPT ---------------------------------------------------------------------------------------------------------------
 
-LENGTH, LAYERS = 16, 4
+LENGTH, LAYERS = 16, 2
 
 
 def gpt() -> GPT:
@@ -107,7 +107,7 @@ def gpt() -> GPT:
     return GPT(length=LENGTH, layers=LAYERS, width=32, heads=4).double()
 
 
-def gpt_losses(steps: int = 3) -> list[torch.Tensor]:
+def gpt_losses(steps: int = 2) -> list[torch.Tensor]:
     """Losses and norms of gradients of 2 stages by 2 parts of the batch by 2 parts of the products."""
     sw.init(devices=8)
     net, loss_fn = gpt(), Loss()
@@ -134,7 +134,7 @@ def trained(model: nn.Module, net: nn.Module, steps: int) -> list[torch.Tensor]:
 @lru_cache
 def gpt_on_one_device() -> list[torch.Tensor]:
     net, loss_fn = gpt(), Loss()
-    return trained(lambda x, y: loss_fn(net(x), y), net, 3)
+    return trained(lambda x, y: loss_fn(net(x), y), net, 2)
 
 
 def test_gpt_in_one_process() -> None:

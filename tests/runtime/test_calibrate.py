@@ -144,11 +144,12 @@ def test_gradients_that_are_summed_travel_in_the_runtimes_buckets() -> None:
 
 
 def on_ranks(rank: int, world: int, folder: str) -> dict:
-    """All that two ranks are asked for, one after the other."""
+    """All that two ranks are asked for, one after the other, with short tasks; the command below has the usual ones."""
     torch.set_num_threads(1)
     runtime = sw.init()
+    calibrate.MESSAGES, calibrate.LONG_ENOUGH = (4 << 10, 64 << 10), 0.005
     out: dict = {"cluster": calibrate.calibrate(runtime, "two", rounds=1).to_dict()}
-    calibrate.DTYPES, calibrate.MESSAGES, calibrate.LONG_ENOUGH = ("float32", "float64"), (4 << 10, 64 << 10), 0.005
+    calibrate.DTYPES = ("float32", "float64")
     path = os.path.join(folder, "written.json")
     out["code"] = main(["calibrate", "--rounds", "1", "--output", path, "--name", "through the command"])
     out["there"] = os.path.exists(path)  # for every rank once the command has returned

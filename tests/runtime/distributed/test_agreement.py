@@ -71,14 +71,14 @@ def gathered(mine: Any, world: int) -> list[Any]:
 
 def squeezed() -> nn.Sequential:
     """Marked along the batch of 256 on four devices, so that little but what is kept and stored is left to choose."""
-    net = mlp(16, 16, 16, 16, 16, dtype=D)
+    net = mlp(16, 16, 16, 16, dtype=D)
     for module in net:
         sw.shard(module, ((4, 1), (1, 1)) if isinstance(module, nn.Linear) else ((4, 1),))
     return net
 
 
 #: Bytes a device with which `squeezed` can be trained only if some results are computed again, and weights stored cut.
-TIGHT = 140_000
+TIGHT = 125_000
 
 
 # -- one search --------------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_on_four_ranks(name: str, results) -> None:
     [
         (lambda: Marked(None, None, None), X, {}),
         (lambda: Marked(((2, 2), (2, 1)), None, None, ((4, 1),)), X, {"parallel_mode": "sharding_propagation"}),
-        (squeezed, draw(256, 16), {"memory": 150_700}),  # without a loss its whole result is handed out
+        (squeezed, draw(256, 16), {"memory": 146_000}),  # without a loss its whole result is handed out
         (lambda: Marked(((4, 1), (1, 1)), None, None), draw(18, 8), {"uneven": True}),
         (
             lambda: nn.Sequential(nn.Linear(8, 8, dtype=D), nn.BatchNorm1d(8, dtype=D)),

@@ -124,7 +124,8 @@ def on_ranks(rank: int, world: int) -> dict[str, str | None]:
 
 @pytest.fixture(scope="module")
 def results() -> dict[int, list[dict[str, str | None]]]:
-    torch.compile(torch.relu, backend=COMPILER)(torch.ones(1))  # its imports: once here, and not in every rank
+    # The imports of a compiler, and of its partitioner: once here, and not in every rank.
+    torch.compile(torch.relu, backend=COMPILER)(torch.ones(1, requires_grad=True))
     return {world: run_ranks(on_ranks, world) for world in sorted({case[0] for case in CASES.values()})}
 
 

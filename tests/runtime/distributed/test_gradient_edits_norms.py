@@ -60,14 +60,12 @@ def norms_of_every_order(rank: int, world: int) -> None:
         model(X, Y).backward(), call(X, Y).backward()
         found = []
         for order in (1, 2, 3, 2.5, 0.5, 0, -1, math.inf, -math.inf):
-            for foreach in (None, True, False):
-                for few in (slice(None), slice(1), slice(2, 5)):
-                    ours, theirs = (
-                        nn.utils.get_total_norm(gradients(n)[few], order, foreach=foreach) for n in (net, one)
-                    )
-                    assert type(ours) is Tensor
-                    close(ours, theirs, f"{kind} {order} {foreach} {few}")
-                    found.append(ours)
+            some = slice(None), slice(1), slice(2, 5)
+            for foreach, few in (*((None, few) for few in some), (True, some[0]), (False, some[0])):
+                ours, theirs = (nn.utils.get_total_norm(gradients(n)[few], order, foreach=foreach) for n in (net, one))
+                assert type(ours) is Tensor
+                close(ours, theirs, f"{kind} {order} {foreach} {few}")
+                found.append(ours)
             for p, q in zip(net.parameters(), one.parameters()):
                 close(torch.linalg.vector_norm(p.grad, order), torch.linalg.vector_norm(q.grad, order))
                 close(p.grad.norm(order), q.grad.norm(order), "a method")
@@ -207,38 +205,37 @@ def a_scaler_is_refused_gradients_that_are_not_summed(rank: int, world: int) -> 
 
 @scenario
 def an_overflow_of_one_rank_of_one_stage(rank: int, world: int) -> None:
-    for stages in (2, 4):
-        for fused in (True, False):
-            sw.init(watch=False)
-            net, one = Chain(), Chain()
-            if stages == 2:
-                sw.shard(net.layers[2], ((1, 2), (1, 2), (1,)))
-            model = sw.AutoParallel(net, LOSS).pipeline(**setting("1f1b", stages)).dataset_strategy("full_batch")
-            pairs = []
-            for n, f in ((net, model), (one, lambda x, y, one=one: LOSS(one(x), y))):
-                f(*batches(1)[0])
-                optimizer = optim.AdamW(n.parameters(), 1e-2, fused=fused)
-                scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-                for step, (x, y) in enumerate(batches(3)):
-                    optimizer.zero_grad(), scaler.scale(f(x, y)).backward()
-                    if step == 1 and n is one:
-                        n.layers[2].weight.grad[0, 0] = math.inf
-                    elif step == 1 and rank == 2:  # the third layer lies on ranks 2 and 3, or on rank 2
-                        local_tensor(n.layers[2].weight.grad)[0, 0] = math.inf
-                    scaler.unscale_(optimizer)
-                    nn.utils.clip_grad_norm_(n.parameters(), 0.5)
-                    scaler.step(optimizer), scaler.update()
-                steps = [int(optimizer.state[p]["step"]) for p in n.parameters() if p in optimizer.state]
-                pairs.append((scaler.get_scale(), set(steps)))
-            assert pairs[0] == pairs[1] == (2.0**7, {2}), pairs
-            with Dispatched() as seen, BetweenHostAndDevice() as copied:
-                nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-            assert not copied.names
-            assert sum("c10d" in name for name in seen.names) == len(seen.names) == 1, seen.names
-            for (name, p), q in zip(net.named_parameters(), one.parameters()):
-                here = local_tensor(p)
-                if here.numel():
-                    close(here, q[model.plan.parameters[name].slice(rank)], name)
+    for stages, fused in ((2, True), (4, False)):
+        sw.init(watch=False)
+        net, one = Chain(), Chain()
+        if stages == 2:
+            sw.shard(net.layers[2], ((1, 2), (1, 2), (1,)))
+        model = sw.AutoParallel(net, LOSS).pipeline(**setting("1f1b", stages)).dataset_strategy("full_batch")
+        pairs = []
+        for n, f in ((net, model), (one, lambda x, y, one=one: LOSS(one(x), y))):
+            f(*batches(1)[0])
+            optimizer = optim.AdamW(n.parameters(), 1e-2, fused=fused)
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+            for step, (x, y) in enumerate(batches(3)):
+                optimizer.zero_grad(), scaler.scale(f(x, y)).backward()
+                if step == 1 and n is one:
+                    n.layers[2].weight.grad[0, 0] = math.inf
+                elif step == 1 and rank == 2:  # the third layer lies on ranks 2 and 3, or on rank 2
+                    local_tensor(n.layers[2].weight.grad)[0, 0] = math.inf
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(n.parameters(), 0.5)
+                scaler.step(optimizer), scaler.update()
+            steps = [int(optimizer.state[p]["step"]) for p in n.parameters() if p in optimizer.state]
+            pairs.append((scaler.get_scale(), set(steps)))
+        assert pairs[0] == pairs[1] == (2.0**7, {2}), pairs
+        with Dispatched() as seen, BetweenHostAndDevice() as copied:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        assert not copied.names
+        assert sum("c10d" in name for name in seen.names) == len(seen.names) == 1, seen.names
+        for (name, p), q in zip(net.named_parameters(), one.parameters()):
+            here = local_tensor(p)
+            if here.numel():
+                close(here, q[model.plan.parameters[name].slice(rank)], name)
 
 
 @pytest.fixture(scope="module")
