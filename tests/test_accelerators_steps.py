@@ -14,16 +14,16 @@ import shardwright as sw
 from shardwright.capture.export import capture
 from shardwright.capture.model_device import check_inputs, device_of
 
-BUILT = ("late", "cpu", "moved")
 CASES = [
+    *("gpt late, inputs on cpu, full_batch", "gpt late, inputs on device, data_parallel"),
+    *("gpt cpu, inputs on device, full_batch", "gpt cpu, inputs on cpu, data_parallel"),
+    *("gpt moved, inputs on cpu, full_batch", "gpt moved, inputs on device, data_parallel"),
     *(
-        f"{model}{built}, inputs on {inputs}, {dataset}"
-        for model in ("gpt ", "made inside, ")
-        for built in BUILT
+        f"made inside, {built}, inputs on {inputs}, {dataset}"
+        for built in ("late", "cpu", "moved")
         for inputs in ("cpu", "device")
-        for dataset in ("full_batch", "data_parallel")
+        for dataset in ("full_batch", "data_parallel", "tuples")
     ),
-    *(f"made inside, {built}, inputs on {inputs}, tuples" for built in BUILT for inputs in ("cpu", "device")),
     *("tuples", "images", "hsdp level1", "hsdp level2", "hsdp level3"),
     *("dropout exact, without copies", "dropout exact, without copies, data_parallel"),
     *("dropout exact", "dropout fast", "recompute", "autocast", "foreach"),

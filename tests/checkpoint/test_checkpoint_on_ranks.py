@@ -199,8 +199,8 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
                 out.append(loss.item())
             return out
 
+        model = make()
         for whole in (True, False):
-            model = make()
             optimizer = sgd(model)
             go(model, optimizer, range(2))
             path = sw.save_checkpoint(
@@ -225,8 +225,8 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
                 net.parameters(), 0.1
             )
 
+        model, optimizer = make()
         for whole in (True, False):
-            model, optimizer = make()
             train(model, optimizer, 0, 2)
             path = sw.save_checkpoint(model, optimizer, folder / f"own {whole}", step=2, integrated_save=whole).wait()
             stored = StoredTensors(path)

@@ -308,9 +308,9 @@ def some_have_no_whole(rank: int, world: int) -> None:
 # -- copies and averages -----------------------------------------------------------------------------------------------
 
 
-def copies_train_by_themselves(kind: str) -> Callable[[int, int], None]:
+def copies_train_by_themselves(kind: str, *made_before: bool) -> Callable[[int, int], None]:
     def scenario(rank: int, world: int) -> None:
-        for before in (True, False):
+        for before in made_before:
             net, model = wrapped(kind)
             one = copy.deepcopy(net)
             optimizer, other = sgd(net), sgd(one)
@@ -402,29 +402,38 @@ SCENARIOS: dict[str, Callable[[int, int], None]] = {
     "an_error_on_one_rank_is_one_on_all": an_error_on_one_rank_is_one_on_all,
     "inside_and_outside": inside_and_outside,
     "some_have_no_whole": some_have_no_whole,
-    **{f"copies_train_by_themselves[{kind}]": copies_train_by_themselves(kind) for kind in ("uneven", "pipeline")},
-    "averages[pipeline, before, ema]": averages("pipeline", True, True),
+    "copies_train_by_themselves[uneven]": copies_train_by_themselves("uneven", True, False),
     "averages[hsdp, after, swa]": averages("hsdp", False, False),
     "a_loaded_average_is_cut_with_its_own_values": a_loaded_average_is_cut_with_its_own_values,
     "copies_of_unborn_parameters": copies_of_unborn_parameters,
+}
+#: Those of stages of one rank.
+ON_TWO: dict[str, Callable[[int, int], None]] = {
+    "copies_train_by_themselves[pipeline]": copies_train_by_themselves("pipeline", False),
+    "averages[pipeline, before, ema]": averages("pipeline", True, True),
 }
 
 
 def on_ranks(rank: int, world: int) -> dict[str, str | None]:
     sw.init()
-    return run_scenarios(rank, world, SCENARIOS)
+    return run_scenarios(rank, world, SCENARIOS if world == WORLD else ON_TWO)
 
 
 @pytest.fixture(scope="module")
-def results() -> list[dict[str, str | None]]:
-    return run_ranks(on_ranks, WORLD)
+def results() -> dict[str, list[str | None]]:
+    """The results of each scenario, by rank."""
+    return {
+        name: [texts[name] for texts in by_rank]
+        for by_rank in (run_ranks(on_ranks, world) for world in (WORLD, 2))
+        for name in by_rank[0]
+    }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_on_processes(results: list[dict[str, str | None]], name: str) -> None:
-    for rank, result in enumerate(results):
-        assert result[name] is None, f"rank {rank}:\n{result[name]}"
+@pytest.mark.parametrize("name", [*SCENARIOS, *ON_TWO])
+def test_on_processes(results: dict[str, list[str | None]], name: str) -> None:
+    for rank, text in enumerate(results[name]):
+        assert text is None, f"rank {rank}:\n{text}"
 
 
 # -- in one process ----------------------------------------------------------------------------------------------------
