@@ -16,7 +16,7 @@ from shardwright.report.plan_diff import strategy_text
 
 @pytest.mark.parametrize("mode", ["semi_auto", "dynamic_programming"])
 def test_prices_are_those_of_a_full_explanation(mode: str) -> None:
-    plan, searches = gpt_plan(mode, layers=1), IdentityMap()
+    plan, searches = gpt_plan(mode, layers=1, devices=8 if mode == "semi_auto" else 4), IdentityMap()
     for name in sorted(plan.decisions, key=lambda n: -plan.price.by_operator.get(n, 0.0))[:3]:
         found = local_alternatives(plan, name, 50)
         theirs = {strategy_text(a.decision): a for a in explained(plan, name, 50, searches=searches).alternatives}
@@ -29,7 +29,7 @@ def test_prices_are_those_of_a_full_explanation(mode: str) -> None:
 
 
 def test_other_operators_have_one_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = gpt_plan("dynamic_programming", layers=1)
+    plan = gpt_plan("dynamic_programming", layers=1, devices=4)
     sizes: list[list[int]] = []
     made = Search.cost_graph
     monkeypatch.setattr(

@@ -290,7 +290,7 @@ def test_a_mixture_inside_of_a_layer() -> None:
 
 SEARCHES = {
     "wide": lambda: tower(*({},) * 3, parallel_mode="dynamic_programming", cluster="a100x8"),
-    "gpt": lambda: transformer(gpt, "dynamic_programming"),
+    "gpt": lambda: transformer(gpt, "dynamic_programming", devices=4),
     "recursive": lambda: transformer(llama, "recursive_programming"),
     "marked": lambda: tower(column_row(2, 1, 4), {}, {"up": ((1, 1, 1), (8, 1), (8,))}),
     "llama": lambda: transformer(llama, dp=2, mp=2),
@@ -322,7 +322,9 @@ def covers(part: PlanPart, op: Any) -> bool:
 
 def check(part: PlanPart, c: Any, plan: Any) -> None:
     """Compared with the layouts of the operator's inputs and results, whose sums are open."""
-    named = {rank: tuple(digit.value(rank) for axis in part.axes for digit in axis.digits) for rank in range(DEVICES)}
+    named = {
+        rank: tuple(digit.value(rank) for axis in part.axes for digit in axis.digits) for rank in range(plan.devices)
+    }
     used = {rank: tuple(digit.value(rank) for digit in c.decision.assignment.used) for rank in range(plan.devices)}
     whole = [axis for axis in part.axes if any(name in f"{c.op.module}.{c.op.name}" for name in axis.whole)]
     if not whole:

@@ -48,9 +48,9 @@ def gpt_plan(mode: str = "semi_auto", layers: int = 3, devices: int = 8, **how: 
 
 
 @cache
-def plan_of_mode(mode: str, layers: int = 3) -> sw.Plan:
+def plan_of_mode(mode: str, layers: int = 3, devices: int = 8) -> sw.Plan:
     """The plan of a mode: what a page asks of it, such as the prices of other strategies, is asked once."""
-    return gpt_plan(mode, layers)
+    return gpt_plan(mode, layers, devices)
 
 
 class Page(HTMLParser):
@@ -93,11 +93,12 @@ def plan() -> sw.Plan:
 
 
 @pytest.mark.parametrize(
-    ("mode", "layers"), [("stand_alone", 3), ("data_parallel", 3), ("semi_auto", 3), ("dynamic_programming", 1)]
+    ("mode", "layers", "devices"),
+    [("stand_alone", 3, 8), ("data_parallel", 3, 8), ("semi_auto", 3, 8), ("dynamic_programming", 1, 4)],
 )
-def test_figures_are_those_of_the_plan(mode: str, layers: int) -> None:
+def test_figures_are_those_of_the_plan(mode: str, layers: int, devices: int) -> None:
     """Without alternatives, whose prices take a search for each plan: those of the marked plan are looked at below."""
-    made = plan_of_mode(mode, layers)
+    made = plan_of_mode(mode, layers, devices)
     found = Page(page([made], explain=0))
     stats, parts = found.with_attribute("data-stat"), found.with_attribute("data-part")
     assert stats["a step"].startswith(f"a step{time_text(made.cost)}")
