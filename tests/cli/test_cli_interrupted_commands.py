@@ -8,7 +8,6 @@ import os
 import pty
 import signal
 import struct
-import subprocess
 import sys
 import termios
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_python import ForkedPython
 from ranks import PATIENCE
 from torch import nn
 
@@ -255,7 +255,7 @@ def test_on_a_terminal(inside: Path) -> None:
     environment = {**os.environ, "TERM": "xterm", "NO_COLOR": "1"}
     environment.pop("COLUMNS", None)
     command = [sys.executable, "-m", "shardwright", "plan", "slow.py:model", "-o", "best.json"]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+    with ForkedPython(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
         os.close(theirs)
         out = b""
         while not (inside / "searching").exists() and process.poll() is None:  # earlier phases lie in a search too

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +126,22 @@ def terminal(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return shown
 
 
+@pytest.fixture
+def computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan, the rehearsal and the verification of a command are computed once, and printed at every width."""
+    for target in ("cli.plan_command.planned", "rehearsal.rehearse.rehearse", "cli.verify_command.verify_function"):
+        module, _, name = f"shardwright.{target}".rpartition(".")
+        compute = getattr(importlib.import_module(module), name)
+        monkeypatch.setattr(f"{module}.{name}", partial(first_result, [], compute))
+
+
+def first_result(results: list[object], compute: Callable[..., object], *given: object, **named: object) -> object:
+    if not results:
+        results.append(compute(*given, **named))
+    return results[0]
+
+
+@pytest.mark.usefixtures("computed_once")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_lines_fit_and_words_are_whole(command: str, terminal: Any) -> None:
     words = lambda text: set(re.findall(r"[A-Za-z_]{2,}", text))
