@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from capture_count import counted_captures, without_lines
+from capture_count import captured_once, counted_captures, without_lines
 from gpt import GPT
 from small_networks import Apply, D, Marked, draw, labels
 from torch import nn
@@ -57,7 +57,7 @@ def followed(captures, net, *calls, **given):
         del captures[:]
         made = capture(net, tuple(args), programs=programs, **given_here)
         follows.append("export" not in captures)
-        same(made, capture(net, tuple(args), **given_here))
+        same(made, captured_once(net, tuple(args), **given_here))
     assert not follows[0]
     return follows[1:]
 
@@ -98,7 +98,7 @@ def test_a_graph_is_filled_into_an_earlier_one_where_numbers_alone_differ(forwar
         del counted[:]
         made = capture(net, (x,), programs=programs)
         assert len(counted) == expected
-        same(made, capture(net, (x,)))
+        same(made, captured_once(net, (x,)))
 
 
 def test_two_programs_whose_templates_do_not_fit():
@@ -119,7 +119,7 @@ def test_two_programs_whose_templates_do_not_fit():
         capture(net, (x,), programs=programs)
     net.head.requires_grad_(False)
     net.k = 1
-    same(capture(net, (x,), programs=programs), capture(net, (x,)))
+    same(capture(net, (x,), programs=programs), captured_once(net, (x,)))
 
 
 def test_operators_of_equal_layers_share_a_form_at_further_sizes():
@@ -288,7 +288,7 @@ def test_a_state_of_the_model_that_changed_is_followed_too(captures):
     assert followed(captures, net, (x,), (draw(4, 8),)) == [True]
     del captures[:]
     graph = capture(net, (x,), programs=programs)
-    assert captures == ["light run"] and graph == capture(net, (x,))
+    assert captures == ["light run"] and graph == captured_once(net, (x,))
     assert "0.25" in str([op.args for op in graph.ops])
 
 
@@ -360,7 +360,7 @@ OTHER_AT_EACH_SIZE = {
 @pytest.mark.parametrize("kind", MADE_HERE)
 def test_constants_that_the_forward_makes_are_those_of_each_size(kind, captures):
     """Each graph is that of an export, and a wrapped model computes at each size what one device does."""
-    net, sizes = Apply(MADE_HERE[kind]), ((4, 6), (6, 6), (4, 3), (1, 7), (2, 1), (4, 6))
+    net, sizes = Apply(MADE_HERE[kind]), ((4, 6), (6, 6), (1, 7), (2, 1), (4, 6))
     follows = followed(captures, net, *((draw(*size, 8),) for size in sizes))
     assert all(follows) == (kind not in OTHER_AT_EACH_SIZE), follows
     sw.init(devices=4)
@@ -470,7 +470,7 @@ def test_a_light_run_that_needs_elements_is_no_capture(captures):
     programs = ModelPrograms()
     capture(net, (draw(3, 8),), programs=programs)
     made = capture(net, (draw(6, 8),), programs=programs)
-    assert made == capture(net, (draw(6, 8),)) and len(programs) == 2
+    assert made == captured_once(net, (draw(6, 8),)) and len(programs) == 2
 
 
 def test_the_latest_branches_are_kept(captures):

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from capture_count import counted_captures, without_lines
+from capture_count import captured_once, counted_captures, without_lines
 from small_networks import D, draw, labels
 from test_recapture import Language, same
 from torch import nn
@@ -43,7 +43,7 @@ def exported_alone(net, args, **given):
     """The graph of an export, whatever was captured before."""
     earlier = dict(recapture._BY_STRUCTURE)
     recapture.forget_programs()
-    graph = capture(net, args, **given)
+    graph = captured_once(net, args, **given)
     recapture._BY_STRUCTURE.update(earlier)
     return graph
 

@@ -5,16 +5,24 @@ from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import torch
 
-__all__ = ["counted_captures", "without_lines"]
+__all__ = ["captured_once", "counted_captures", "without_lines"]
 
 
 def without_lines(function: Any) -> Any:
     """A function that is no code of the user: what it calls has the line of the test."""
     function.__code__ = function.__code__.replace(co_filename="<support>")
     return function
+
+
+def captured_once(*args: Any, **kwargs: Any) -> Any:
+    """The graph of a capture without its second run, which checks the graph and does not change it: a reference."""
+    module = import_module("shardwright.capture.export")
+    with mock.patch.object(module, "check_again", lambda *_: None):
+        return module.capture(*args, **kwargs)
 
 
 def counted_captures(monkeypatch: Any = None) -> list[str]:
