@@ -24,6 +24,9 @@ TOKENS = labels(64, 64).view(8, 8)
 PADDING = (torch.arange(8) < torch.tensor([8, 5, 8, 3, 8, 8, 6, 8])[:, None]).long()
 
 
+# GPT-2 has two layers, which have different marks; the layers of the others are alike, and one is there.
+
+
 def gpt2(attention: str, **settings: Any) -> nn.Module:
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
@@ -44,7 +47,7 @@ def llama(attention: str, **settings: Any) -> nn.Module:
             **SIZES,
             hidden_size=32,
             intermediate_size=48,
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             num_attention_heads=8,
             num_key_value_heads=4,
             max_position_embeddings=16,
@@ -60,7 +63,7 @@ def bert(attention: str, **settings: Any) -> nn.Module:
             vocab_size=64,
             hidden_size=16,
             intermediate_size=32,
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             num_attention_heads=4,
             max_position_embeddings=16,
             attn_implementation=attention,
@@ -174,7 +177,11 @@ def test_outputs_are_those_of_the_model_its_cache_included(name: str) -> None:
     if name == "llama":
         del kwargs["token_type_ids"]
     got, expected = model(**kwargs), one(**kwargs)
-    assert type(got) is type(expected) and got.keys() == expected.keys() and len(got.hidden_states) == 3
+    assert (
+        type(got) is type(expected)
+        and got.keys() == expected.keys()
+        and len(got.hidden_states) == (3 if name == "gpt2" else 2)
+    )
     close(got.logits, expected.logits, "logits")
     close(got.hidden_states, expected.hidden_states, "hidden states")
     torch.testing.assert_close(got.loss, expected.loss)  # made in float32
@@ -182,7 +189,7 @@ def test_outputs_are_those_of_the_model_its_cache_included(name: str) -> None:
         assert type(got.past_key_values) is transformers.DynamicCache
         assert got.past_key_values.get_seq_length() == 8
         caches = [opened(output.past_key_values).opened_attributes for output in (got, expected)]
-        ours, theirs = (cache["layers"][1].opened_attributes for cache in caches)
+        ours, theirs = (cache["layers"][-1].opened_attributes for cache in caches)
         close(ours, theirs, "cache")
     got.loss.backward(), expected.loss.backward()
     for (parameter, ours), theirs in zip(net.named_parameters(), one.parameters()):
@@ -246,7 +253,7 @@ def test_attention_inside_of_their_modules_may_be_marked() -> None:
         net, (TOKENS, TOKENS), loss_fn=next_token, kwargs={"attention_mask": PADDING}, devices=8
     )
     attention = [o for o in model.plan.operators if o.op == "scaled_dot_product_attention"]
-    assert [o.cause for o in attention] == ["mark", "mark"] and attention[0].out_strategy == ((2, 4, 1, 1),)
+    assert [o.cause for o in attention] == ["mark"] and attention[0].out_strategy == ((2, 4, 1, 1),)
 
 
 def test_a_mark_on_a_whole_layer_says_what_may_be_marked() -> None:
