@@ -18,6 +18,7 @@ def without_lines(function: Any) -> Any:
     return function
 
 
+@without_lines
 def captured_once(*args: Any, **kwargs: Any) -> Any:
     """The graph of a capture without its second run, which checks the graph and does not change it: a reference."""
     module = import_module("shardwright.capture.export")
