@@ -20,8 +20,10 @@ WORKERS ?= $(shell expr $(CORES) + $(CORES) / 2)
 VENV  := .venv$(if $(filter-out $(DEFAULT),$(TORCH)),-$(shell printf %s '$(TORCH)' | tr -cs 'A-Za-z0-9._' '-'))
 STAMP := $(VENV)/.shardwright-installed
 HELD  := $(VENV)/torch.txt
-# Types are those of the default torch; another one declares some of its own functions otherwise.
-TYPES := $(if $(filter $(DEFAULT),$(TORCH)),$(VENV)/bin/mypy --no-error-summary,true)
+# Types are those of the default torch, and of a numpy that takes Python 3.11: others declare some of their own functions
+# otherwise.
+OLDER := $(VENV)/bin/python -c 'import sys; sys.exit(sys.version_info >= (3, 11))'
+TYPES := $(if $(filter $(DEFAULT),$(TORCH)),$(OLDER) || $(VENV)/bin/mypy --no-error-summary,true)
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq
 
 .PHONY: demo tutorials test docs lint format venv clean distclean
