@@ -294,9 +294,9 @@ def pairs_of_exchange_and_gather(count):
             yield found
 
 
-def exchanged_and_gathered(rank, world):
+def exchanged_and_gathered(rank, world, pairs):
     out, of_each = [], (ProcessGroups(world, rank, share=False), ProcessGroups(world, rank, share=False))
-    for found in pairs_of_exchange_and_gather(40):
+    for found in pairs:
         x = local(found.source, (8, 16, 24), rank)
         joined, apart = [], []
         for results, collectives.GATHERED_PIECES, groups in zip((joined, apart), (1 << 20, 0), of_each):
@@ -308,8 +308,9 @@ def exchanged_and_gathered(rank, world):
 
 
 def test_an_all_to_all_and_an_all_gather_are_one_exchange():
-    results = run_ranks(exchanged_and_gathered, 8)
-    for number, found in enumerate(pairs_of_exchange_and_gather(40)):
+    pairs = list(pairs_of_exchange_and_gather(40))
+    results = run_ranks(exchanged_and_gathered, 8, pairs)
+    for number, found in enumerate(pairs):
         shards = [local(found.source, (8, 16, 24), r) for r in range(8)]
         for rank, expected in enumerate(convert_shards(found, shards, stepwise=True)):
             for got in (t for way in results[rank][number] for t in way):
