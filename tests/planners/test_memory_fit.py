@@ -232,10 +232,9 @@ class Attention(nn.Module):
 
 
 def test_what_runs_again_reads_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = nn.Sequential(*(Attention() for _ in range(2)))
-    for block in net:
-        sw.shard(block.out, ((2, 1, 1), (1, 1)))
-    given = dict(devices=8, cluster="h100x8", parallel_mode="dynamic_programming")
+    net = Attention()
+    sw.shard(net.out, ((2, 1, 1), (1, 1)))
+    given = dict(devices=4, cluster="h100x8", parallel_mode="dynamic_programming")
     free, seen = sw.plan(net, (torch.randn(16, 32, 32),), **given), []
     decided = _Fitting.decided
 
@@ -245,8 +244,8 @@ def test_what_runs_again_reads_what_was_sent(monkeypatch: pytest.MonkeyPatch) ->
         return made
 
     monkeypatch.setattr(_Fitting, "decided", spied)
-    plan = sw.plan(net, (torch.randn(16, 32, 32),), memory=0.9 * free.peak, **given)
-    assert plan.peak <= 0.9 * free.peak and seen
+    plan = sw.plan(net, (torch.randn(16, 32, 32),), memory=0.7 * free.peak, **given)
+    assert plan.peak <= 0.7 * free.peak and seen and any(op.recompute for op in plan.graph.ops)
     assert all(held <= reckoned for held, reckoned in seen)
 
 
