@@ -20,8 +20,8 @@ WORKERS ?= $(shell expr $(CORES) + $(CORES) / 2)
 VENV  := .venv$(if $(filter-out $(DEFAULT),$(TORCH)),-$(shell printf %s '$(TORCH)' | tr -cs 'A-Za-z0-9._' '-'))
 STAMP := $(VENV)/.shardwright-installed
 HELD  := $(VENV)/torch.txt
-# Types are those of the default torch, and of a numpy that takes Python 3.11: others declare some of their own functions
-# otherwise.
+# Types are those of the default torch and of a numpy for Python 3.11 or newer: others declare some of their own functions
+# otherwise. On Python 3.10 mypy also takes `x[(*a, b)]` for an error.
 OLDER := $(VENV)/bin/python -c 'import sys; sys.exit(sys.version_info >= (3, 11))'
 TYPES := $(if $(filter $(DEFAULT),$(TORCH)),$(OLDER) || $(VENV)/bin/mypy --no-error-summary,true)
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq

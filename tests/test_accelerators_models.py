@@ -37,7 +37,7 @@ CASES = [
         for model, several in COMBINATIONS.items()
         for combination in several
     ),
-    *("resnet, batch norms of the whole batch", "resnet of torchvision"),
+    *("resnet, batch norms of the whole batch", "resnet50 of torchvision"),
     *(f"attention with fast dropout, {built}" for built in ("late", "cpu")),
     *("sharding_propagation", "recursive_programming", "dynamic_programming"),
     *(

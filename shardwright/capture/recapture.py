@@ -17,8 +17,8 @@ program, or calls them in other modules or on other tensors, the two differ (`Di
 
 A further model of the same structure (modules, parameters, kind of call) follows the program of an earlier one, which
 may be gone: a model that is planned in several modes, or built once for each setting that is tried. Each operator must
-be called at the line of the user's code that the program has, or the model is exported. Operators of torch's modules
-have the line at which the model is called, and that of another call follows. A program with constants is followed by
+be called at the line of the user's code that the program has, or the model is exported. In a model of torch's modules
+this is the line that calls the model: each model has the line of its own call. A program with constants is followed by
 its own model alone.
 """
 
@@ -136,7 +136,7 @@ class Program:
     def line(self, node: torch.fx.Node) -> str:
         """The user's line of a node. Operators of a model of torch's modules have the line of its call."""
         line = source_of(node)
-        return self.called_at or "" if line == self._exported_at else line
+        return (self.called_at or "") if line == self._exported_at else line
 
     def followed(self, read: Callable[[Program, AsExported], Read]) -> Read:
         """The result of ``read(program, nodes)`` for the program itself."""

@@ -1,6 +1,7 @@
 """Models of one structure: a further one follows the program of an earlier one, and its graph is that of its export."""
 
 import gc
+import random
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -143,10 +144,43 @@ def test_a_line_of_the_forward_is_no_line_of_the_call(shared):
     class_ = "class Net(nn.Module):\n    forward = lambda self, x: x.relu() * 2.0"
     one = f"{class_}; made = lambda: capture(Net(), (x,))\nmade = Net.made"
     scope = {"capture": capture, "nn": nn, "x": draw(3, 8)}
-    exec(compile(one, "/tmp/users.py", "exec"), scope)
+    exec(compile(one, "users.py", "exec"), scope)
     graphs = [scope["made"](), capture(scope["Net"](), (draw(3, 8),))]
     assert shared == ["export", "light run", "export"]
     assert [{op.source for op in graph.ops} for graph in graphs] == [{"users.py:2"}] * 2
+
+
+def random_model(draws: random.Random) -> nn.Module:
+    """A model of torch's modules, some of whose weights may be tied."""
+
+    def layer() -> nn.Module:
+        kinds = (nn.ReLU, nn.Tanh, lambda: nn.LayerNorm(8, dtype=D), lambda: nn.Dropout(draws.choice((0.0, 0.1))))
+        plain = draws.choice((*kinds, lambda: nn.Linear(8, 8, bias=draws.random() < 0.5, dtype=D)))
+        return draws.choice((plain, lambda: nn.Sequential(plain(), plain())))()
+
+    net = nn.Sequential(*(layer() for _ in range(draws.randint(1, 4))))
+    products = [module for module in net.modules() if isinstance(module, nn.Linear)]
+    if len(products) > 1 and draws.random() < 0.3:
+        products[0].weight = products[1].weight
+    return net
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_models_at_random_lines_are_captured_as_alone(shared, seed):
+    """Two models of one structure in turn, at lines and sizes of three calls each."""
+    draws, scope = random.Random(seed), {"capture": capture, "alone": exported_alone}
+    scope["loss"] = draws.choice((None, nn.MSELoss()))
+    for call in range(6):
+        if call < 2:
+            scope.setdefault("nets", []).append(random_model(random.Random(seed)))
+        x = draw(draws.choice((2, 3, 5)), 8)
+        scope |= {"net": scope["nets"][call % 2], "args": (x,) if scope["loss"] is None else (x, draw(*x.shape))}
+        line = draws.randint(1, 3)
+        text = "\n" * (line - 1) + "made = [each(net, args, loss_fn=loss) for each in (capture, alone)]"
+        exec(compile(text, "users.py", "exec"), scope)
+        same(*scope["made"])
+        assert {op.source for op in scope["made"][0].ops} <= {f"users.py:{line}"}
+    assert shared.count("export") == 7, "six alone, and one that the other five follow"
 
 
 def closing(*inner):

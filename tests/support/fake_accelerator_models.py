@@ -266,9 +266,8 @@ def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     residual = partial(ResNet, (1, 1, 1, 1), 16)
     run = partial(fake.outcome, residual, PICTURES, nn.CrossEntropyLoss, dataset="data_parallel")
     yield "resnet, batch norms of the whole batch", partial(run, parallel_mode="data_parallel", sync_batch_norm=True)
-    bottlenecks = partial(torchvision.models.ResNet, torchvision.models.resnet.Bottleneck, [2, 1, 1, 1])
-    run = partial(fake.outcome, bottlenecks, PICTURES, nn.CrossEntropyLoss, dataset="data_parallel")
-    yield "resnet of torchvision", partial(run, parallel_mode="data_parallel")
+    run = partial(fake.outcome, torchvision.models.resnet50, PICTURES, nn.CrossEntropyLoss, dataset="data_parallel")
+    yield "resnet50 of torchvision", partial(run, parallel_mode="data_parallel")
     for built in ("late", "cpu"):
         run = partial(fake.outcome, Attention, fake.ROWS, nn.MSELoss, built=built, random="fast")
         yield f"attention with fast dropout, {built}", partial(run, parallel_mode="data_parallel")
