@@ -100,7 +100,7 @@ class PipelineDocument:
             part = PlanDocument.of(path, text, shared | written | {"captured": captured[number]}, number)
             if "cluster" not in written:
                 try:
-                    part.encoded["cluster"] = Cluster.of(head.cluster, part.devices).to_dict()
+                    part.encoded["cluster"] = Cluster.of(head.cluster(part.devices), part.devices).to_dict()
                 except ShardwrightError as error:
                     raise error.located(operator="cluster", source=str(path)) from None
             documents.append(part)
@@ -285,7 +285,7 @@ class PipelineDocument:
             return self._planned(made, sizes, stage_graphs)
 
     def _planned(self, made: Schedule, sizes: tuple[int, ...], stage_graphs: Sequence[Graph]) -> PipelinePlan:
-        devices, cluster = self.devices, self.head.cluster
+        devices, cluster = self.devices, self.head.cluster(self.devices)
         content, graph = self.content, self.graph(stage_graphs)
         counts = None if content["counts"] is None else read_graph(content["counts"], self.head.where)
         joins = tuple(None if join is None else Join(*join) for join in content["joins"])

@@ -89,11 +89,14 @@ class DocumentHead:
             raise self.wrong(f"mode: {shown(self.encoded.get('mode'))}", ", ".join(modes()))
         return self.encoded["mode"]
 
-    @property
-    def cluster(self) -> Cluster | None:
-        """The cluster for which the plan is priced, or None."""
+    def cluster(self, devices: int) -> Cluster | None:
+        """The cluster for which a plan for `devices` devices is priced, or None."""
         field = self.encoded.get("cluster")
-        return None if field is None else Cluster.from_dict(field, f"{self.path}: cluster")
+        found = None if field is None else Cluster.from_dict(field, f"{self.path}: cluster")
+        if found is not None and found.devices < devices:
+            has = f"cluster: {found.name!r} has {found.devices} devices, the plan {devices}"
+            raise self.wrong(has, f"levels with {devices} devices or more, or at most {found.devices} devices")
+        return found
 
     @property
     def hsdp(self) -> OptimizerParallel | None:
@@ -146,15 +149,12 @@ class DocumentHead:
 
     @property
     def comm_memory(self) -> float | None:
-        """Bytes by which messages under way may raise the peak; None: the default, or the document has no such
-        field."""
+        """Bytes by which messages under way may raise the peak; None: the default, or no such field."""
         field = self.encoded.get("comm_memory")
         if field is None:
             return None
         if isinstance(field, bool) or not isinstance(field, (int, float)) or not 0 <= field < math.inf:
-            raise self.wrong(
-                f"comm_memory: {field!r}", "bytes, a number of at least 0, or no such field", "comm_memory"
-            )
+            raise self.wrong(f"comm_memory: {field!r}", "bytes, at least 0, or no such field", "comm_memory")
         return float(field)
 
     @property
@@ -498,7 +498,7 @@ class PlanDocument(DocumentHead):
             settled,
             hsdp,
             own,
-            self.cluster,
+            self.cluster(devices),
             optimizer=self.optimizer,
             comm_memory=self.comm_memory,
         )

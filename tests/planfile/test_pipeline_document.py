@@ -309,6 +309,7 @@ def test_another_schedule_may_be_written_in(tmp_path: Path) -> None:
         ('"scheduler": "1f1b"', '"scheduler": "m", "actions": ["0F0,0X1", "1F0"]', '"pipeline"', "'0X1' is no action"),
         ('"scheduler": "1f1b"', '"scheduler": "m", "actions": [3]', '"pipeline"', "actions=[3]"),
         ('"devices": 8', '"devices": 16', None, "the groups have 4 + 4 devices, the plan has 16"),
+        ('"size": 8', '"size": 2', None, "cluster: 'h100x8' has 2 devices, the plan"),
         ('"schema": 2', '"schema": 1', None, "a plan of schema 1"),
         ('"stage": 1', '"stage": 2', None, "stages[1] is stage 2"),
         ('"dataset_strategy": "full_batch"', '"dataset_strategy": "half"', None, "unknown dataset_strategy 'half'"),
