@@ -210,7 +210,9 @@ def test_devices_that_do_not_fit_name_the_first_line_that_they_break(tmp_path: P
     with pytest.raises(sw.StrategyError, match=r"(?s)matmul1 \(plan|matmul1.*plan.json:\d+.*8 devices, there are 4"):
         sw.Plan.load(path)
     changed(path, lambda w: w.update(devices=16))
-    with pytest.raises(sw.PlanError, match=r"(?s)plan.json.*'h100x8' has 8 devices, the plan 16.*legal: levels with 16"):
+    with pytest.raises(
+        sw.PlanError, match=r"(?s)plan.json.*'h100x8' has 8 devices, the plan 16.*legal: levels with 16"
+    ):
         sw.Plan.load(path)
     changed(path, lambda w: w.update(devices=16, cluster=sw.Cluster.of("h100x8x2").to_dict()))
     loaded = sw.Plan.load(path)
