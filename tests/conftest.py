@@ -321,7 +321,9 @@ def pytest_testnodedown(node, error) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Keep the summary the last lines: Triton, which torch.compile imports, lists at exit what pytest refers to."""
+    """Let the last collections of garbage, those of pytest and of the interpreter, walk nothing. Keep the summary the
+    last lines: Triton, which torch.compile imports, lists at exit what pytest refers to."""
+    gc.freeze()
     if "triton" in sys.modules:
         atexit.register(os.dup2, os.open(os.devnull, os.O_WRONLY), 2)
 

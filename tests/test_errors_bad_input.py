@@ -253,7 +253,7 @@ def plan_of(name: str, strategy: Any, devices: int) -> sw.Plan:
     return make_plan(marked, devices, Settings("semi_auto"))
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(st.data())
 def test_the_legal_choice_is_legal(data) -> None:
     name = data.draw(st.sampled_from(sorted(SHAPES)))

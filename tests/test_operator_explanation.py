@@ -182,7 +182,7 @@ def test_a_plan_that_is_not_the_best() -> None:
     )
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(networks(), st.sampled_from((4, 6)), st.sampled_from((2**24, 1)), st.data())
 def test_no_alternative_is_said_to_be_below_the_proved_bound(made: Any, devices: int, most: int, data: Any) -> None:
     """Random networks, also where the problem around an operator is too large to be eliminated (`most` = 1)."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
+import forked_python
 import pytest
 from paths import BENCHMARKS
 from ranks import PATIENCE
@@ -15,10 +15,8 @@ BENCHMARK = BENCHMARKS / "durability.py"
 
 @pytest.mark.long
 def test_nothing_is_lost_by_kills_or_damage(tmp_path) -> None:
-    done = subprocess.run(
+    done = forked_python.run(
         [sys.executable, str(BENCHMARK), "--quick", "--json", str(tmp_path / "figures.json")],
-        capture_output=True,
-        text=True,
         timeout=PATIENCE,
         cwd=tmp_path,
     )

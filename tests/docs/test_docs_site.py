@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked_python
 import pytest
 from paths import DOCS, ROOT
 
@@ -22,9 +23,7 @@ MISSING = [name for name in GENERATOR if importlib.util.find_spec(name) is None]
 def built(source: Path, folder: Path) -> subprocess.CompletedProcess:
     """Build the pages of a folder as ``make docs`` does."""
     words = ["--builder", "html", "--fail-on-warning", "--keep-going", "--quiet", "--doctree-dir", folder / "doctrees"]
-    return subprocess.run(
-        [sys.executable, "-m", "sphinx", *words, source, folder / "html"], cwd=ROOT, capture_output=True, text=True
-    )
+    return forked_python.run([sys.executable, "-m", "sphinx", *words, source, folder / "html"], cwd=ROOT)
 
 
 @pytest.mark.long

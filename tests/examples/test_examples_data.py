@@ -3,11 +3,11 @@
 import gzip
 import hashlib
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
 import data
+import forked_python
 import numpy as np
 import pytest
 import torch
@@ -237,9 +237,9 @@ def test_the_order_is_a_function_of_the_seed_alone():
 
 def test_another_process_gets_the_same_batches():
     program = "import sys; sys.path[:0] = sys.argv[1:]; from test_examples_data import digest; print(digest())"
-    folders = [str(Path(__file__).parent), str(Path(data.__file__).parent)]
-    other = subprocess.run([sys.executable, "-c", program, *folders], capture_output=True, text=True, check=True)
-    assert other.stdout.strip() == digest()
+    folders = [str(Path(file).parent) for file in (__file__, data.__file__, forked_python.__file__)]
+    other = forked_python.run([sys.executable, "-c", program, *folders])
+    assert other.stdout.strip() == digest(), other.stderr
 
 
 def test_drawing_batches_leaves_the_users_seed_alone():

@@ -207,7 +207,7 @@ def marked(draw_: Any, bound: Bound, devices: int) -> tuple[Any, Any]:
     return strategy, out
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(networks(), st.sampled_from(sorted(MATRICES)), st.data())
 def test_random_networks(made, devices, data) -> None:
     net, shape = made

@@ -359,7 +359,7 @@ def test_the_first_difference_is_found_behind_padding(monkeypatch: pytest.Monkey
     assert not report.ok and report.first_difference.operator == "soft", report.summary()
 
 
-@settings(max_examples=20, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(networks(rows=(3, 5, 7, 10), sizes=(2, 3, 5, 7)), st.sampled_from([4, 6, 8]), st.data())
 def test_random_networks_of_odd_sizes(made, devices, data) -> None:
     net, shape = made

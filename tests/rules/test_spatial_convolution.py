@@ -159,13 +159,13 @@ def check_any_cut(made: Callable[[int], Any], data: Any) -> None:
     assert len(sent) == 2 * sum(halo.sent > 0 for halo in halos)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_random_convolutions(data) -> None:
     check_any_cut(convolutions, data)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_random_pools(data) -> None:
     check_any_cut(pools, data)

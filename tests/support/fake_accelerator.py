@@ -10,6 +10,7 @@ The script prints a line of JSON for each case: its name, and the error, or wher
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import sys
 import traceback
@@ -325,6 +326,7 @@ def main(found: Iterable[tuple[str, Callable[[], dict[str, Any]]]]) -> None:
     for name, run in found:
         if sys.argv[1:] and name not in sys.argv[1:]:
             continue
+        gc.freeze()  # no search for the optimizers of a case walks what was alive before it
         try:
             text = run()
         except Exception as error:
