@@ -220,8 +220,17 @@ class ModelPrograms(list[Program]):
     latest: Observation | None = None
 
 
-#: Programs of models, by structure, those used last at the end.
-_BY_STRUCTURE: OrderedDict[Hashable, list[Program]] = OrderedDict()
+class _ProgramTable(OrderedDict[Hashable, list[Program]]):
+    """Programs of models, by structure, those used last at the end.
+
+    Attributes:
+        nodes: the number of nodes of all of them together.
+    """
+
+    nodes = 0
+
+
+_BY_STRUCTURE = _ProgramTable()
 _structures = threading.Lock()  # several threads may capture at once
 #: The most nodes of all of them together, 1 to 3 KB each (GPTs of 6 to 13 layers).
 MOST_NODES = 10_000
@@ -307,16 +316,19 @@ def keep_for_structure(structure: Hashable, program: Program) -> None:
     with _structures:
         programs = _BY_STRUCTURE.setdefault(structure, [])
         programs.insert(0, program)
+        _BY_STRUCTURE.nodes += program.length - sum(p.length for p in programs[MOST_PROGRAMS:])
         del programs[MOST_PROGRAMS:]
         _BY_STRUCTURE.move_to_end(structure)
-        while len(_BY_STRUCTURE) > 1 and sum(p.length for each in _BY_STRUCTURE.values() for p in each) > MOST_NODES:
-            _BY_STRUCTURE.popitem(last=False)
+        while len(_BY_STRUCTURE) > 1 and _BY_STRUCTURE.nodes > MOST_NODES:
+            _, oldest = _BY_STRUCTURE.popitem(last=False)
+            _BY_STRUCTURE.nodes -= sum(p.length for p in oldest)
 
 
 def forget_programs() -> None:
     """Forget the programs of all structures: the next model is exported."""
     with _structures:
         _BY_STRUCTURE.clear()
+        _BY_STRUCTURE.nodes = 0
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------

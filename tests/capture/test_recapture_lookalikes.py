@@ -46,7 +46,12 @@ def exported_alone(net, args, **given):
     recapture.forget_programs()
     graph = captured_once(net, args, **given)
     recapture._BY_STRUCTURE.update(earlier)
+    recapture._BY_STRUCTURE.nodes = kept_nodes()
     return graph
+
+
+def kept_nodes():
+    return sum(program.length for programs in recapture._BY_STRUCTURE.values() for program in programs)
 
 
 class Lookalike(nn.Module):
@@ -220,6 +225,7 @@ def test_threads_share_the_programs(lent):
             list(threads.map(use, range(300), [exported] * 300))
     held = sum(len(programs) for programs in recapture._BY_STRUCTURE.values())
     assert 1 < held * exported.length <= recapture.MOST_NODES
+    assert recapture._BY_STRUCTURE.nodes == kept_nodes()
 
 
 @pytest.mark.parametrize("loss", [lambda y, t: (y - t).square().mean(), lambda y, t: (y - t).abs().mean()])
@@ -253,7 +259,7 @@ def test_programs_of_all_models_have_a_limit(shared, monkeypatch):
     monkeypatch.setattr(recapture, "MOST_NODES", 50)
     for length in range(30, 36):
         capture(Language(length=length), (labels(32, 16).view(4, 8),))
-    assert len(recapture._BY_STRUCTURE) == 1
+    assert len(recapture._BY_STRUCTURE) == 1 and recapture._BY_STRUCTURE.nodes == kept_nodes() > 50
 
 
 @pytest.mark.parametrize("mode", ["data_parallel", "dynamic_programming"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ import pytest
 import torch
 from checkpoint_runs import KINDS, steps, train, trained, unlocked
 from fake_streams import on_fake_streams
+from forked_python import fresh
 from ranks import PATIENCE
 from torch import nn
 
@@ -266,13 +266,9 @@ def test_the_end_of_the_interpreter_waits_for_it(tmp_path: Path) -> None:
         "atexit.register(lambda: print('written:', saving.done))\n"
         "writer.SaveJob.write = None\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE
-    )
+    done = fresh(script, str(tmp_path), timeout=PATIENCE)
     assert not done.returncode and "written: True" in done.stdout
     assert manifest.verify(sw.latest_checkpoint(tmp_path)) == []
     failed = script.replace("threading.main_thread().join()", "1 / 0").replace("writer.SaveJob.write = None\n", "")
-    done = subprocess.run(
-        [sys.executable, "-c", failed, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE
-    )
+    done = fresh(failed, str(tmp_path), timeout=PATIENCE)
     assert "the checkpoint in the background was not written: " in done.stderr and "division by zero" in done.stderr

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 import resource
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked_python import fresh
 from paths import EXAMPLES
 from torch import nn
 
@@ -389,12 +389,13 @@ def test_a_saved_plan_is_read_in_a_process_that_has_made_none(model: Path, tmp_p
     assert not command("--output", saved, f"{model}:as_dict")
     calls = [["explain", str(saved), "up"], ["simulate", str(saved)], ["plan", "diff", str(saved), str(saved)]]
     code = (
-        "import os, sys, torch, torch._dynamo\n"  # which each child would import on its own
+        "import os, sys, torch, torch._dynamo\n"  # which each child would import by itself
+        "gc.freeze()\n"
         "from shardwright.cli.main import main\n"
         f"for words in {calls}:\n    child = os.fork()\n    if not child:\n        sys.exit(main(words))\n"
         "    print(words[0], os.waitpid(child, 0)[1], file=sys.stderr)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = fresh(code)
     for words in calls:
         assert f"{words[0]} 0\n" in done.stderr, done.stderr
 

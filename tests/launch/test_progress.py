@@ -6,14 +6,13 @@ import io
 import logging
 import os
 import pty
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
+from forked_python import fresh
 from ranks import PATIENCE
 
 import shardwright as sw
@@ -162,7 +161,7 @@ assert "rich.style" in sys.modules and random.getstate() == state
 @pytest.mark.parametrize("what", ["display", "tables"])
 def test_what_is_shown_draws_no_random_numbers(what):
     """rich draws one at its import: a forward that is captured meanwhile seemed to draw it, and was refused."""
-    done = subprocess.run([sys.executable, "-c", RICH, what], capture_output=True, text=True)
+    done = fresh(RICH, what)
     assert done.returncode == 0, done.stderr
 
 

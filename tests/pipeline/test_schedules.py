@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import random
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
+from forked_python import fresh
 from hypothesis import given, settings
 
 from shardwright.errors import SettingError
@@ -425,4 +424,4 @@ def test_no_schedule_needs_a_process_group_and_shardwright_imports_none() -> Non
         "s.schedule('zbv', 2, 4)\n"
         "import torch.distributed\nassert not torch.distributed.is_initialized()\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    fresh(script, check=True)

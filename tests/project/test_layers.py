@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from forked_python import fresh
 from paths import ROOT
 
 PACKAGE = ROOT / "shardwright"
@@ -493,5 +494,5 @@ STARTS = {
 def test_what_a_start_does_not_load(name: str) -> None:
     """Each of these takes a quarter of a second to two seconds to import, and is loaded where it is needed."""
     code = f"import sys; from {name.rsplit('.', 1)[0]} import {name.rsplit('.', 1)[1]}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = fresh(code, cwd=ROOT, check=True)
     assert [module for module in STARTS[name] if module in done.stdout.split()] == []

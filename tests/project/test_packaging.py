@@ -149,7 +149,8 @@ def test_an_environment_imports_a_torchvision_that_does_not_fit(tmp_path: Path) 
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     ask = [venv / "bin" / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     packages = Path(subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip())
-    (packages / "seen.pth").write_text(str(Path(pytest.__file__).parent.parent) + "\n")
+    quick_end = "import atexit, gc; atexit.register(gc.freeze)"  # the collection at the end takes half a second
+    (packages / "seen.pth").write_text(f"{Path(pytest.__file__).parent.parent}\n{quick_end}\n")
     (venv / "torch.txt").write_text("torch==0")
     plain = [venv / "bin" / "python", "-c", "import torchvision"]
     fits = subprocess.run(plain, env=own, capture_output=True).returncode == 0

@@ -7,14 +7,13 @@ import importlib
 import inspect
 import pkgutil
 import re
-import subprocess
-import sys
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked_python import fresh
 from torch.utils import checkpoint
 
 import shardwright as sw
@@ -271,7 +270,7 @@ except sw.TorchVersionError as error:
 
 def test_the_package_is_imported_without_any_of_them() -> None:
     """The functions ask torch at each call; what is imported as a name is looked up here as if torch had nothing."""
-    run = subprocess.run([sys.executable, "-c", LACKING], capture_output=True, text=True, cwd=PACKAGE.parent)
+    run = fresh(LACKING, cwd=PACKAGE.parent)
     assert not run.returncode, run.stderr
     assert run.stdout.startswith(f"torch {torch.__version__} has no torch.") and "legal: a version" in run.stdout
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import subprocess
 import sys
 import uuid
 import weakref
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_python import fresh
 from torch import nn
 
 from shardwright.capture.export import capture
@@ -74,5 +74,5 @@ print(reference() is None)
 
 def test_the_first_model_of_a_process_can_be_freed() -> None:
     """torch imports much of itself in a first capture."""
-    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=600, check=True)
+    done = fresh(FIRST, timeout=600, check=True)
     assert done.stdout == "True\n", done.stderr

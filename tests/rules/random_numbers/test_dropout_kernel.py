@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
+from forked_python import fresh
 from paths import ROOT
 
 pytest.importorskip("triton", reason="Triton has no package for this machine")
@@ -75,13 +74,7 @@ print("compiled")
 
 def ended(script: str, **environment: str) -> str:
     """The output of a script in a process of its own."""
-    made = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    made = fresh(script, env=os.environ | {"PYTHONPATH": str(ROOT)} | environment, timeout=300)
     assert made.returncode == 0, made.stderr[-3000:]
     return made.stdout.strip()
 
