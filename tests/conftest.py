@@ -1,5 +1,7 @@
 """Setup that every test file shares: threads, hypothesis profiles, the goldens."""
 
+from __future__ import annotations
+
 import atexit
 import ctypes
 import gc
@@ -9,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before torch is imported, and inherited by the worker processes that tests start: a rank is one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,18 +23,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import hypothesis
 import pytest
-import torch
-import torchvision_operators  # noqa: F401  before any import of torchvision
 
-torch.set_num_threads(1)
+if TYPE_CHECKING:
+    import torch
 
 # Some test files take networks and helpers from one another; base names stand once below this folder.
 sys.path += sorted({str(path.parent) for path in Path(__file__).parent.rglob("test_*.py")})
-
-# Ranks are forked (ranks.py). Autograd looks for devices once, before its first backward, and starts a thread for each,
-# after which no child can have a backward. A build with CUDA that has been in FakeTensorMode, as a capture is, takes it
-# that there is one.
-torch.ones(1, requires_grad=True).sum().backward()
 
 # pytest listens to every logger that does not propagate. To this one torch writes all that it compiles and exports, as
 # text with the stack of each call, where somebody listens.
@@ -193,9 +190,23 @@ QUICK = (
 )
 
 
+def prepare_torch() -> None:
+    """Import torch in a process that runs tests."""
+    import torch
+    import torchvision_operators  # noqa: F401  before any import of torchvision
+
+    torch.set_num_threads(1)
+    # Ranks are forked (ranks.py). Autograd looks for devices once, before its first backward, and starts a thread for
+    # each, after which no child can have a backward. A build with CUDA that has been in FakeTensorMode, as a capture
+    # is, takes it that there is one.
+    torch.ones(1, requires_grad=True).sum().backward()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # pytest-xdist would hand out the files of most tests first
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+        prepare_torch()  # not in the process that hands tests out to others, which begin after it
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -275,6 +286,8 @@ _BEFORE: dict[Path, tuple[dict[str, str], str, dict[logging.Logger, int], torch.
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None):
     """After the last test of a file, the environment, the folder, the levels of logs and the default dtype are as they
     were before its first one: the code of a page may set them, and files share processes in any order."""
+    import torch
+
     if item.path not in _BEFORE:
         levels = {logger: logger.level for logger in _loggers()}
         _BEFORE[item.path] = (dict(os.environ), os.getcwd(), levels, torch.get_default_dtype())
