@@ -17,9 +17,8 @@ The file has three parts:
 
     least limit = min_s max_t used_t(s) >= max_λ min_s Σ_t λ_t used_t(s),   λ >= 0, Σ λ = 1
 
-   Part 1 finds the best λ, which gives the lower end. The upper end is kept by states that were least at some λ,
-   spliced with one another (`memory_rows`). The lower end of a part of a problem's states (`Part`) holds for that part
-   alone.
+   Part 1 finds the best λ: the lower end. The upper end is kept by states that were least at some λ, spliced with one
+   another (`memory_rows`). The lower end of a part of a problem's states (`lagrangian.Part`) holds for that part alone.
 
 3. `priced_search`: the cheapest states within the limit, in turns, until cost and bound are near enough:
 
@@ -47,17 +46,15 @@ from ..errors import PlanError
 from ..identity_tables import IdentityCache, numbered
 from .anytime import within
 from .elimination import Facts
-from .lagrangian import Cut, Pricing, SweptPricing
-from .memory_rows import Rows, Splicer, kinds
+from .lagrangian import Cut, Part, Pricing, SweptPricing
+from .memory_rows import Rows, Splicer, foremost, kinds
 from .milp import quiet_highs
-from .presolve import consistent, restrict
 from .problem import Problem, Solution, stopping
 from .search_memory import OutOfBudgetError, current
 
 __all__ = [
     "APART",
     "LeastMemory",
-    "Part",
     "Prices",
     "Searched",
     "ascend",
@@ -109,6 +106,7 @@ def cheapest(cuts: Sequence[Cut], limit: float, most: float) -> tuple[np.ndarray
 
     over = np.array([(cut.used - limit) / max(limit, 1.0) for cut in cuts])
     active = np.flatnonzero((over > 0).any(axis=0))
+    active = active[foremost(over[:, active])]
     out = np.zeros(over.shape[1])
     costs = np.array([cut.cost for cut in cuts])
     if not len(active):
@@ -257,9 +255,10 @@ def leanest_by_prices(
     known, in_units = Prices(rows.count, unit), _InUnits(pricing, unit)
     even = np.full(rows.count, 1.0 / (unit * rows.count))
     known.see(even, *in_units.least(even))  # the states of little memory everywhere
+    of_even, known.bound = known.bound, -np.inf  # prices between these and others would make all layers differ
     if evaluations:
         ascend(in_units, known, cap=1.0, gap=APART / 4, most=evaluations, until=limit / unit - 1.0)
-    least = max(low, unit * (1.0 + known.bound))
+    least = max(low, unit * (1.0 + max(of_even, known.bound)))
     near = sorted((*known.cuts, *seen), key=lambda cut: float(cut.used.max()))[:SPLICED]
     states, enough = near[0].states, float(near[0].used.max())
     bold = True  # halve the range as long as that succeeds; then go down in small steps
@@ -412,10 +411,7 @@ class _PricedSearch:
         lacking, spliced, evaluated = np.inf, False, 0
         for turn in range(ROUNDS):
             if not direct:
-                try:
-                    part = Part(self.problem, self.rows, self.marks())
-                except PlanError:  # elimination is too large for it
-                    part = Part(self.problem, self.rows, self.marks(known=True))
+                part = self.part()
             assert part is not None
             self.tell()
             known = Prices(self.rows.count, self.rows.limit)
@@ -540,6 +536,16 @@ class _PricedSearch:
         self.known.setdefault(cut.states, cut)
         if cut.cost < self.cost and (cut.used <= self.rows.limit).all():
             self.states, self.cost = list(cut.states), cut.cost
+
+    def part(self) -> Pricing | Part:
+        """The part of the problem that the next prices are for; the whole where no state would be left out."""
+        marks = self.marks()
+        if isinstance(self.pricing, Pricing) and all(mark.all() for mark in marks):
+            return self.pricing
+        try:
+            return Part(self.problem, self.rows, marks)
+        except PlanError:  # elimination is too large for it
+            return Part(self.problem, self.rows, self.marks(known=True))
 
     def marks(self, known: bool = False) -> list[np.ndarray]:
         """The states (bool, by node) of the part: the known ones; unless `known`, all those of a node that has few
@@ -668,33 +674,3 @@ def swept_leanest(
         return replace(found, least=low)
     except PlanError:  # these states exclude one another
         return LeastMemory(low, None, None)
-
-
-class Part:
-    """A part of a problem's states, minimised like the whole; its results are states of the whole.
-
-    Args:
-        problem, rows: the whole.
-        alive: the states (bool, by node) of the part.
-
-    Raises:
-        PlanError: the part's states exclude one another, or elimination is too large for them.
-    """
-
-    def __init__(self, problem: Problem, rows: Rows, alive: Sequence[np.ndarray]) -> None:
-        self.rows = rows
-        first = restrict(problem, alive)
-        self._steps = [first, consistent(first.problem)]
-        restricted = self._steps[-1].problem
-        self.size = sum(map(len, restricted.costs))
-        found = Pricing.of(restricted, Rows.of(restricted, rows.count))
-        if found is None:
-            raise PlanError("a part of the problem is larger than the whole")
-        self._pricing = found
-
-    def least(self, multipliers: np.ndarray) -> tuple[float, Cut]:
-        value, cut = self._pricing.least(multipliers)
-        states: Sequence[int] = cut.states
-        for step in reversed(self._steps):
-            states = step.lift(states)
-        return value, Cut(tuple(states), cut.cost, cut.used)

@@ -8,7 +8,7 @@ the best bound.
 
 The file has four parts:
 
-1. `Pricing`: L and its states exactly, by elimination.
+1. `Pricing`: L and its states exactly, by elimination; `Part`: the same of a part of the states.
 
 2. `SweptPricing`: a bound on L by sweeps (`tree_reweighted`), where elimination is too large:
 
@@ -36,19 +36,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 import numpy as np
 
+from ..errors import PlanError
 from ..identity_tables import IdentityCache
 from .elimination import Facts, Order, Script, Tables, elimination_order, shared_work
 from .memory_rows import Pair, Rows, Shorter, period, shorter
-from .presolve import Merged, candidates, merged
+from .presolve import Merged, candidates, consistent, merged, restrict
 from .problem import Problem
 from .search_memory import OutOfBudgetError, current
 from .tree_reweighted import Messages, Sweeps
 
-__all__ = ["Ascent", "Batched", "Cut", "PricedProblem", "Pricing", "SweptPricing", "bound_of"]
+__all__ = ["Ascent", "Batched", "Cut", "Part", "PricedProblem", "Pricing", "SweptPricing", "bound_of"]
 
 
 # -- by elimination --
@@ -58,6 +60,7 @@ WORK = 2**31  # entries of all joints, equal ones once, above which elimination 
 RESULTS = 3 * 2**26  # entries of the results of one elimination, equal ones once: 1.5 GiB, which takes about 4 s
 ROOM = 64  # entries of a joint's result that count as one of fill; measured
 DEGREE = 3  # least neighbours of a node that is merged into another
+ORDERS = 6  # orders that are remembered
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,35 @@ class Cut:
     used: np.ndarray
 
 
+class _Ordered:
+    """An elimination order, and its script for the edges that it was made for.
+
+    Attributes:
+        order: the order.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], pairs: tuple[Pair, ...], order: Order) -> None:
+        self.order, self._sizes, self._pairs = order, sizes, pairs
+
+    @cached_property
+    def script(self) -> Script:
+        """The script, which costs as much as the order."""
+        return Script(self._sizes, self._pairs, self.order)
+
+
+@lru_cache(maxsize=ORDERS)
+def _ordered(
+    sizes: tuple[int, ...],
+    pairs: tuple[Pair, ...],
+    allowed: tuple[tuple[Pair, float], ...],
+    few: tuple[tuple[Pair, int], ...],
+    most: int,
+) -> _Ordered:
+    """The order of a problem of these sizes; the levels of a recursion often have the same one."""
+    order = elimination_order(sizes, pairs, most=most, allowed=dict(allowed), few=dict(few), room=ROOM)
+    return _Ordered(sizes, pairs, order)
+
+
 class Pricing:
     """A problem that elimination can do at any prices of memory.
 
@@ -83,10 +115,10 @@ class Pricing:
         rows: its usages.
     """
 
-    def __init__(self, problem: Problem, rows: Rows, merges: Merged, order: Order, facts: Facts) -> None:
+    def __init__(self, problem: Problem, rows: Rows, merges: Merged, ordered: _Ordered, facts: Facts) -> None:
         self.problem, self.rows = problem, rows
-        self._merged, self._order, self.facts = merges, order, facts
-        self._script = Script([len(node_costs) for node_costs in merges.problem.costs], merges.problem.edges, order)
+        self._merged, self._order, self.facts = merges, ordered.order, facts
+        self._script = ordered.script
         self._inside = Rows.of(merges.problem, rows.count)
 
     @classmethod
@@ -99,28 +131,28 @@ class Pricing:
             most: entries of a joint.
         """
         facts = Facts()
-        best: tuple[int, Merged, Order] | None = None
+        best: tuple[int, Merged, _Ordered] | None = None
         for into in ({}, candidates(problem, facts.sparse(problem.edges), DEGREE)):
             if best is not None and not into:
                 break
             step = merged(problem, into)
             edges = step.problem.edges
-            order = elimination_order(
-                [len(node_costs) for node_costs in step.problem.costs],
-                edges,
-                most=most,
-                allowed=facts.sparse(edges),
-                few=facts.few(edges),
-                room=ROOM,
+            ordered = _ordered(
+                tuple([len(node_costs) for node_costs in step.problem.costs]),
+                tuple(edges),
+                tuple(facts.sparse(edges).items()),
+                tuple(facts.few(edges).items()),
+                most,
             )
-            if not order.remaining and (best is None or order.work < best[0]):
-                best = order.work, step, order
+            work = ordered.order.work
+            if not ordered.order.remaining and (best is None or work < best[0]):
+                best = work, step, ordered
         if best is None:
             return None
-        work, step, order = best
-        if work > WORK and shared_work(step.problem.costs, step.problem.edges, order, facts) > WORK:
+        work, step, ordered = best
+        if work > WORK and shared_work(step.problem.costs, step.problem.edges, ordered.order, facts) > WORK:
             return None
-        return cls(problem, rows, step, order, facts)
+        return cls(problem, rows, step, ordered, facts)
 
     @property
     def work(self) -> int:
@@ -148,6 +180,36 @@ class Pricing:
     def cut(self, states: Sequence[int]) -> Cut:
         states = tuple(map(int, states))
         return Cut(states, self.problem.cost(states), self.rows.used(states))
+
+
+class Part:
+    """A part of a problem's states, minimised like the whole; its results are states of the whole.
+
+    Args:
+        problem, rows: the whole.
+        alive: the states (bool, by node) of the part.
+
+    Raises:
+        PlanError: the part's states exclude one another, or elimination is too large for them.
+    """
+
+    def __init__(self, problem: Problem, rows: Rows, alive: Sequence[np.ndarray]) -> None:
+        self.rows = rows
+        first = restrict(problem, alive)
+        self._steps = [first, consistent(first.problem)]
+        restricted = self._steps[-1].problem
+        self.size = sum(map(len, restricted.costs))
+        found = Pricing.of(restricted, Rows.of(restricted, rows.count))
+        if found is None:
+            raise PlanError("a part of the problem is larger than the whole")
+        self._pricing = found
+
+    def least(self, multipliers: np.ndarray) -> tuple[float, Cut]:
+        value, cut = self._pricing.least(multipliers)
+        states: Sequence[int] = cut.states
+        for step in reversed(self._steps):
+            states = step.lift(states)
+        return value, Cut(tuple(states), cut.cost, cut.used)
 
 
 # -- by sweeps --

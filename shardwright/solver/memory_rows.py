@@ -42,7 +42,7 @@ from .elimination import Script, elimination_order
 from .problem import MemoryUsage, Problem
 from .search_memory import current
 
-__all__ = ["Rows", "Shorter", "Splicer", "binding", "kinds", "period", "shorter"]
+__all__ = ["Rows", "Shorter", "Splicer", "binding", "foremost", "kinds", "period", "shorter"]
 
 # -- rows --
 
@@ -263,6 +263,23 @@ class Rows:
                 budget.watch()
             out[pair] = once(paid, (table, amount), priced)
         return out
+
+
+def foremost(over: np.ndarray) -> np.ndarray:
+    """The moments that matter to some states: those at which no other moment has as much memory in all of them.
+
+    Args:
+        over: memory by states and moment.
+
+    Returns:
+        The moments, ascending; of equal ones the first. A price at any other moment is as well paid at one of these.
+    """
+    rest = np.argsort(-over.sum(axis=0), kind="stable")
+    out = []
+    while len(rest):
+        out.append(rest[0])
+        rest = rest[1:][(over[:, rest[1:]] > over[:, rest[:1]]).any(axis=0)]
+    return np.sort(np.array(out, np.int64))
 
 
 # -- equal layers --

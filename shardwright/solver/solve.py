@@ -202,6 +202,7 @@ SPARE = 0.05  # share of the time for the end of the last search and the steps a
 DEARER = (1.1, 1.4, 2.0, 4.0, 16.0, 256.0)  # factors on the best multipliers, to find first states within the limit
 STILL = 3  # searches without success before one begins elsewhere
 WHOLE = 300_000  # entries of the edges up to which HiGHS solves the whole problem
+WHOLE_NODES = 2_000  # nodes up to which it does: over more it takes minutes and gigabytes
 NOTHING = "no assignment within the memory limit was found in the time given"
 COPIES = 4  # copies of all tables that a search takes, none shared
 MANY = 10_000  # nodes above which dominated states are not removed
@@ -237,7 +238,7 @@ def _solve_limited(problem: Problem, seconds: float | None, gap: float) -> Solut
     over = rows.least() > bound.limit
     if over.any():
         raise infeasible(problem)
-    large = sum(table.size for table in bound.edges.values()) > WHOLE
+    large = sum(table.size for table in bound.edges.values()) > WHOLE or len(bound.costs) > WHOLE_NODES
     pricing: Pricing | SweptPricing | None = Pricing.of(bound, rows) if seconds is None else None
     if pricing is None and seconds is None and large:
         pricing = SweptPricing(bound, rows)

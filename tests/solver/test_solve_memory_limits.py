@@ -223,6 +223,7 @@ def test_a_part_that_elimination_is_too_large_for_gives_way_to_the_known_states(
 
     monkeypatch.setattr(cutting_planes, "Part", Large)
     monkeypatch.setattr(cutting_planes, "DIRECT", 0)
+    monkeypatch.setattr(cutting_planes, "FEW", 1)  # with all states of all nodes the part would be the whole
     monkeypatch.setattr(solve, "MANY", 10)
     found, best = both(layered(0, 12, 5, tight=1.15))
     sizes = [sum(mark.sum() for mark in alive) for alive in refused]
@@ -322,6 +323,26 @@ def test_the_least_memory_lies_between_two_ends_and_the_upper_one_is_near(seed):
     assert oracle(replace(problem, limit=found.enough)) is not None
     assert oracle(replace(problem, limit=found.least - 1)) is None
     assert oracle(replace(problem, limit=np.floor(0.95 * found.enough))) is None
+
+
+@pytest.mark.parametrize("size", ["WHOLE", "WHOLE_NODES"])
+def test_highs_is_not_asked_for_the_whole_of_a_large_problem(size, monkeypatch):
+    """Over thousands of nodes it takes minutes and gigabytes, also where their tables are small (so of a GPT of 96
+    layers within 70 GB by recursive_programming)."""
+    asked = []
+    monkeypatch.setattr(solve, "_searched", lambda *call: asked.append(call) or None)
+    monkeypatch.setattr(cutting_planes, "MIXED", 0)
+    problems = [layered(6, 4, 3, tight=1.15), layered(7, 4, 3, tight=1.05)]  # the second: no states are known
+    truth = oracle(problems[0])
+    with pytest.raises(InfeasibleMemoryError):
+        solve_limited(problems[1])
+    assert solve_limited(problems[0]).gap > 0 and len(asked) == 2
+    monkeypatch.setattr(solve, size, 0)
+    with pytest.raises(InfeasibleMemoryError) as caught:
+        solve_limited(problems[1])
+    assert peak(problems[1], caught.value.states) == caught.value.enough
+    found = solve_limited(problems[0])
+    assert found.bound <= truth.cost + 1e-6 and truth.cost - 1e-6 <= found.cost and len(asked) == 2
 
 
 @pytest.mark.parametrize("seed", [0, 2, 5])
