@@ -29,7 +29,7 @@ from ...sharded_plan import Plan
 from ..deferred_init import materialize, substitute
 from ..optimizer_guard import step_through
 from ..replaced_parameters import replace_noted, stand_for_successor
-from .dtensors import ELSEWHERE, SUBCLASSES_HAVE_VIEWS, layout_of, slice_in_buffer, to_dtensor
+from .dtensors import ELSEWHERE, SUBCLASSES_HAVE_VIEWS, gathered, layout_of, slice_in_buffer, to_dtensor
 from .gradient_sums import GradientSums
 from .optimizer_steps import stand_in
 from .parameter_hooks import carry_over, leaf_of_slice
@@ -103,7 +103,7 @@ def stored_layouts(holder: nn.Module) -> dict[str, Layout]:
         if isinstance(parameter, DTensor):
             planned: _Planned | None = getattr(parameter, _PLANNED, None)
             layout = layout_of(parameter) if planned is None else planned.storage
-            if layout is None:
+            if layout is None or not hasattr(parameter, CUT):
                 raise SettingError(
                     f"the parameter {name!r} is a DTensor already: {parameter.placements}",
                     legal="a model that nothing else has distributed",
@@ -169,6 +169,13 @@ class ShardedState:
             local = slice_in_buffer(whole, place.layout, place.groups.rank, device)
             return to_dtensor(local, place.layout, tuple(whole.shape), place.groups)
 
+        def cut_state(old: Tensor, state: Tensor) -> Tensor | None:
+            if placements[old] is not None:
+                if state.shape != old.shape:
+                    return None
+                state = gathered(state) if isinstance(state, DTensor) else state  # of another parallel model
+            return cut(old, state)
+
         def keep(name: str, old: Tensor, whole: Tensor) -> Tensor | None:
             if isinstance(old, DTensor):  # an earlier plan, or another wrapper of the model, has cut it
                 if whole_shape(old) != old.shape:
@@ -203,7 +210,7 @@ class ShardedState:
 
         materialize(holder, keep, "cpu", part=part)
         carry_over(olds, successors)
-        substitute(holder, successors, cut)
+        substitute(holder, successors, cut_state)
         for old in olds:
             stand_for_successor(old)
         self.buffers = dict(holder.named_buffers())

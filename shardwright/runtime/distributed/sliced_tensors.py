@@ -47,7 +47,7 @@ from .rank_messages import ProcessRanks, ranks_of_now
 from .rank_positions import WaitPoint, waiting
 from .requested_gradients import reached
 
-__all__ = ["ELEMENTWISE", "READS", "PartCopy", "SlicedTensor", "locals_of"]
+__all__ = ["ELEMENTWISE", "READS", "PartCopy", "SlicedTensor", "locals_of", "whole_value"]
 
 #: Functions that optimizers apply in place, element by element, to a tensor with other tensors.
 ELEMENTWISE = frozenset(
@@ -205,7 +205,7 @@ class SlicedTensor(DTensor):
         """The number of a tensor without dims; this rank's slice of any other. A slice is printed without the other
         ranks, so that one rank may print, and so may a debugger."""
         if not self.dim():
-            return repr(_value(self, "print"))
+            return repr(whole_value(self, "print"))
         local = local_tensor(self).detach()
         layout = None if self.device_mesh.mesh_dim_names == ELSEWHERE else layout_of(self)
         if layout is None or layout.is_replicated:
@@ -483,10 +483,10 @@ def _read(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
         return function(torch.empty(0).requires_grad_(), *args[1:], **kwargs)  # torch's own error
     if name == "__contains__":
         return _on_whole(function, args, kwargs)
-    return function(_value(x, name.strip("_")), *args[1:], **kwargs)
+    return function(whole_value(x, name.strip("_")), *args[1:], **kwargs)
 
 
-def _value(x: Any, name: str) -> Tensor:
+def whole_value(x: Any, name: str) -> Tensor:
     """The whole value of a tensor that all ranks read together.
 
     Args:

@@ -87,6 +87,15 @@ def numbers_are_those_of_the_whole(rank: int, world: int) -> None:
 
 
 @scenario
+def copies_of_the_model_compute_alike(rank: int, world: int) -> None:
+    _, model, one = begun()
+    for mine, whole in zip(copy.deepcopy(model).net.parameters(), one.parameters()):
+        whole = whole.detach()
+        close(mine.detach() + torch.ones_like(whole), whole + 1)
+        assert abs(mine.norm().item() - whole.norm().item()) < 1e-12
+
+
+@scenario
 def data_is_assigned(rank: int, world: int) -> None:
     net, model, one = begun()
     for each in (net, one):
