@@ -13,7 +13,8 @@ Example: a parameter of 5 rows on 4 ranks has padded slices of 2 rows; the ranks
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...capture.annotations import whole_shape
+from ...errors import SettingError
 from ...layout import Digit, Layout
 from ...partition.padded_dims import true_slice
 from ...torch_private import dtensor_handlers, operators, without_names
@@ -38,8 +40,10 @@ __all__ = [
     "layout_of",
     "leaf_of",
     "padded_slice",
+    "refuse_slices_of_others",
     "slice_in_buffer",
     "to_dtensor",
+    "warn_of_slice",
     "with_values",
 ]
 
@@ -53,6 +57,9 @@ def as_dtensor(parameter: Tensor) -> DTensor:
 #: Earlier versions of torch, 2.9 for one, make no views of a subclass of DTensor: parameters are plain DTensors there.
 SUBCLASSES_HAVE_VIEWS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
+
+#: True once this process has warned of a pickle that has a slice.
+_has_warned = False
 
 #: The axes of the mesh of a parameter that is on other ranks. PEFT takes the sizes of a layer from the slice of its
 #: weight, unless the axes of the mesh have this name or none: then the layer computes the whole, as a model of this
@@ -197,6 +204,48 @@ def padded_slice(parameter: DTensor, part: Tensor) -> Tensor:
     padded = part.new_zeros(length)
     beginning(padded, part.shape).copy_(part)
     return padded
+
+
+def refuse_slices_of_others(tensors: Iterable[Tensor], like: DTensor, name: str = "") -> None:
+    """Check that slices that are to be written beside those of `like` are this rank's. A DTensor that was pickled is
+    read with the slice of the rank that pickled it.
+
+    Args:
+        tensors: any, of which DTensors are looked at.
+        like: has this rank's slice.
+        name: the parameter's, for the error.
+
+    Raises:
+        SettingError: a slice is that of another rank.
+    """
+    for x in tensors:
+        if not isinstance(x, DTensor) or x.device_mesh is like.device_mesh:
+            continue
+        ranks, saved, own = x.device_mesh.mesh, x.device_mesh.get_coordinate(), dist.get_rank()
+        other = own if saved is None else int(ranks[tuple(saved)])
+        if other != own and any(isinstance(placement, Shard) for placement in x.placements):
+            target = repr(name) if name else "a tensor"
+            raise SettingError(
+                f"the slice of rank {other} is loaded on rank {own}, into {target} of shape {list(x.shape)}: rank "
+                f"{other} has saved its slices, with torch.save for example, and the file has no others",
+                legal="torch.save(net.state_dict(), path) inside of `with model.whole(rank=0) as net:`; "
+                "sw.save_checkpoint; a file for each rank, which the same rank loads",
+            )
+
+
+def warn_of_slice(x: DTensor, name: str) -> None:
+    """Say once, where a tensor is pickled that is cut, that the other ranks' slices are not in the pickle."""
+    global _has_warned
+    if _has_warned or not any(isinstance(p, Shard) and x.device_mesh.size(i) > 1 for i, p in enumerate(x.placements)):
+        return
+    _has_warned = True
+    target = repr(name) if name else "a tensor"
+    warnings.warn(
+        f"pickle, or torch.save, of {target} of shape {list(x.shape)}: rank {dist.get_rank()} saves its "
+        f"slice of shape {list(x.to_local().shape)}, which it alone can load. Whole tensors: "
+        "`with model.whole(rank=0) as net:`; a checkpoint of all ranks: sw.save_checkpoint",
+        stacklevel=3,
+    )
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -29,7 +29,16 @@ from ...sharded_plan import Plan
 from ..deferred_init import materialize, substitute
 from ..optimizer_guard import step_through
 from ..replaced_parameters import replace_noted, stand_for_successor
-from .dtensors import ELSEWHERE, SUBCLASSES_HAVE_VIEWS, gathered, layout_of, slice_in_buffer, to_dtensor
+from .dtensors import (
+    ELSEWHERE,
+    SUBCLASSES_HAVE_VIEWS,
+    as_dtensor,
+    gathered,
+    layout_of,
+    refuse_slices_of_others,
+    slice_in_buffer,
+    to_dtensor,
+)
 from .gradient_sums import GradientSums
 from .optimizer_steps import stand_in
 from .parameter_hooks import carry_over, leaf_of_slice
@@ -173,7 +182,9 @@ class ShardedState:
             if placements[old] is not None:
                 if state.shape != old.shape:
                     return None
-                state = gathered(state) if isinstance(state, DTensor) else state  # of another parallel model
+                if isinstance(state, DTensor):  # of another parallel model
+                    refuse_slices_of_others([state], as_dtensor(successors[old]), getattr(successors[old], CUT))
+                    state = gathered(state)
             return cut(old, state)
 
         def keep(name: str, old: Tensor, whole: Tensor) -> Tensor | None:

@@ -16,8 +16,7 @@ own part of the batch. Equal gradients stay as they are.
     whole value of p, forward     w = all_gather(slices)
     backward                      gradient of a slice = the rank's part of Σ_r g_r / ranks,   g_r: that on rank r
 
-Where a rank reads alone (``if rank == 0: print(p.norm().item())``) it waits at a wait point with the function's name,
-which the watchdog's verdict names.
+A rank that reads alone (``if rank == 0: p.norm().item()``) waits at a wait point that the watchdog's verdict names.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ from ...capture.source_lines import user_frame
 from ...errors import SettingError, ShardwrightError
 from ...partition.padded_dims import true_slice
 from ...torch_private import PARAMETER, DisableTorchFunctionSubclass, local_tensor, pytree, set_local_tensor, spec_of
+from . import dtensors
 from .dtensors import ELSEWHERE, gathered_as, layout_of, padded_slice, with_values
 from .gradient_edits import VIEWS, changes, drawing, is_copy, part_of, put
 from .parameter_hooks import in_step_or_hook
@@ -196,6 +196,7 @@ class SlicedTensor(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A DTensor, which torch itself reads."""
+        dtensors.warn_of_slice(self, getattr(self, CUT, ""))
         made = DTensor(local_tensor(self), spec_of(self), requires_grad=self.requires_grad)
         if hasattr(self, PARAMETER):
             setattr(made, PARAMETER, True)
@@ -558,6 +559,7 @@ def _changed(function: Any, name: str, target: Any, args: tuple[Any, ...], kwarg
             legal="p[:2] = 0 or p.mul_(mask) with a mask of the parameter's whole shape, under torch.no_grad()",
         )
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    dtensors.refuse_slices_of_others(tensors, target, getattr(target, CUT, ""))
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         if name.startswith("__i") and not target.is_leaf:  # Python gives the name to the result
             return _on_whole(getattr(torch.Tensor, f"__{name[3:]}"), args, kwargs)
