@@ -365,7 +365,7 @@ class AutoParallel(ProgramCache, nn.Module):
     @signed_as_net
     def forward(self, *args: object, **kwargs: object) -> object:
         """The model's outputs, or with `loss_fn` the loss of the whole batch; the last positional argument is then
-        the target. numpy arrays are taken for tensors.
+        the target. numpy arrays are taken for tensors, its numbers for Python's.
 
         Raises:
             ShardwrightError: at the first call with inputs of these shapes: whatever cannot be planned.
