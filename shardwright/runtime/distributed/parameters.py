@@ -105,14 +105,21 @@ def stored_layouts(holder: nn.Module) -> dict[str, Layout]:
     """The layouts of parameters that an earlier plan of the model, or another wrapper, has cut already, by name.
 
     Raises:
-        SettingError: a parameter is a DTensor that some other library made.
+        SettingError: a parameter is a DTensor that some other library made, or a value that was computed of slices.
     """
     out = {}
     for name, parameter in holder.named_parameters():
         if isinstance(parameter, DTensor):
             planned: _Planned | None = getattr(parameter, _PLANNED, None)
             layout = layout_of(parameter) if planned is None else planned.storage
-            if layout is None or not hasattr(parameter, CUT):
+            if isinstance(parameter, SlicedTensor) and not isinstance(parameter, nn.Parameter):
+                raise SettingError(
+                    f"the parameter {name!r} is a value that was computed of slices, as by torch.func.functional_call "
+                    "without torch.func.grad around it",
+                    legal="torch.func.functional_call(net, …) inside of `with model.whole() as net:`; values that are "
+                    "written into the parameters, under torch.no_grad()",
+                )
+            if layout is None or not (isinstance(parameter, SlicedTensor) or hasattr(parameter, CUT)):
                 raise SettingError(
                     f"the parameter {name!r} is a DTensor already: {parameter.placements}",
                     legal="a model that nothing else has distributed",
