@@ -11,6 +11,10 @@ in its first state until the first such call, and the count begins again there. 
 ``torch.manual_seed(7)`` the calls have the seeds (7, 0), (7, 1), (7, 2). Ranks need to be seeded alike; numbers that
 their data loading draws from the default generator in between make no difference, and nothing is sent.
 
+In one process the count also begins again where the generator is in a state again from which an earlier first call
+drew: it was seeded alike, and the same model was built since. Two runs of a notebook's cell then have the same numbers,
+under unlike plans too. Ranks do not look, since their states may differ.
+
 A call inside of a backward is that of ``torch.utils.checkpoint``, which runs a forward again from the generator's state
 at the first run: it has the number of the call that drew from that state, and is not counted.
 """
@@ -450,13 +454,12 @@ class RandomStream:
         self._drawn: OrderedDict[int, tuple[int, int]] = (
             OrderedDict()
         )  # digest of a state -> seed and count of its call
+        self._begun: OrderedDict[int, int] = OrderedDict()  # digest of a state -> seed of its call, which was the first
         self._new: tuple[int, Tensor] | None = None  # a seed, and the state of a generator just seeded with it
 
     def upcoming(self) -> tuple[int, int]:
         """Seed and count of the next call that draws."""
-        self._look()
-        assert self.seed is not None
-        return self.seed, self.calls
+        return self._look(_state_digest())
 
     def draw(self, exact: bool) -> Tensor:
         """The seed of a call's first micro-batch, as a tensor in host memory for `rules.random_numbers`. The call is
@@ -474,14 +477,17 @@ class RandomStream:
                 "is a number of the host, and each replay would draw the same numbers",
                 legal="the call outside of torch.cuda.graph; a graph of the model in eval(), or without random numbers",
             )
-        state = xxhash.xxh3_64_intdigest(torch.get_rng_state().numpy().tobytes())
+        state = _state_digest()
         drawn = self._drawn.get(state) if backward_number() != -1 else None
-        seed, call = drawn or self.upcoming()
         if drawn is None:
+            self._drawn[state] = drawn = self._look(state)
+            if not self.calls:
+                self._begun[state] = drawn[0]
             self.calls += 1
-            self._drawn[state] = seed, call
-            if len(self._drawn) > REMEMBERED:
-                self._drawn.popitem(last=False)
+            for known in (self._drawn, self._begun):
+                if len(known) > REMEMBERED:
+                    known.popitem(last=False)
+        seed, call = drawn
         _use_default_generator()
         return torch.tensor([seed if seed < 1 << 63 else seed - (1 << 64), call, int(exact), 0], device="cpu")
 
@@ -494,14 +500,20 @@ class RandomStream:
         """Continue from a saved state, until the default generator is seeded again."""
         _use_default_generator()
         self.seed, self.calls, self._seen = state["seed"], state["calls"], torch.initial_seed()
+        self._begun.clear()
 
-    def _look(self) -> None:
-        """Restart the count where the default generator was seeded since the last call."""
+    def _look(self, state: int) -> tuple[int, int]:
+        """Seed and count of the next call. The count restarts where the default generator was seeded since the last
+        call, or where the digest of its state is that of an earlier first call."""
         seed = torch.initial_seed()
         if self._new is None or self._new[0] != seed:
             self._new = seed, torch.Generator().manual_seed(seed).get_state()
         if seed != self._seen or torch.equal(torch.get_rng_state(), self._new[1]):
             self.seed, self.calls, self._seen = seed, 0, seed
+        elif state in self._begun and not (dist.is_available() and dist.is_initialized()):
+            self.seed, self.calls = self._begun[state], 0
+        assert self.seed is not None
+        return self.seed, self.calls
 
 
 def of_micro_batch(seed: Tensor, micro: int) -> Tensor:
@@ -509,6 +521,10 @@ def of_micro_batch(seed: Tensor, micro: int) -> Tensor:
     made = seed.clone()
     made[3] = micro
     return made
+
+
+def _state_digest() -> int:
+    return xxhash.xxh3_64_intdigest(torch.get_rng_state().numpy().tobytes())
 
 
 def _use_default_generator() -> None:

@@ -135,16 +135,18 @@ def opened(tree: object, around: tuple[object, ...] = ()) -> Any:
 
 def with_tensors(tree: object) -> Any:
     """The tree with a tensor in place of each numpy array, on the memory of the array where it is contiguous and may be
-    written.
+    written, and Python's number in place of each of numpy's.
 
     Raises:
         SettingError: an array of objects, text or dates.
     """
     numpy = sys.modules.get("numpy")
-    if numpy is None or not any(isinstance(x, numpy.ndarray) for x in pytree.tree_leaves(tree)):
+    if numpy is None or not any(isinstance(x, (numpy.ndarray, numpy.generic)) for x in pytree.tree_leaves(tree)):
         return tree
 
-    def tensor(array: Any) -> torch.Tensor:
+    def tensor(array: Any) -> object:
+        if isinstance(array, numpy.generic):
+            return array.item()
         writable = numpy.require(array, array.dtype.newbyteorder("="), ["C", "W"])
         try:
             return torch.from_numpy(writable)
@@ -153,7 +155,7 @@ def with_tensors(tree: object) -> Any:
                 f"an input is a numpy array of {array.dtype}", legal="an array of numbers or truth values, or a tensor"
             ) from None
 
-    return pytree.tree_map_only(numpy.ndarray, tensor, tree)
+    return pytree.tree_map_only((numpy.ndarray, numpy.generic), tensor, tree)
 
 
 def closed(tree: object) -> Any:

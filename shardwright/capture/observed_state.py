@@ -150,6 +150,8 @@ class Observation(NamedReads):
         for setting in (torch.get_default_dtype, torch.are_deterministic_algorithms_enabled):
             self._setting(setting)
         for path, function in self._functions:
+            if isinstance(function, functools.partial):  # nothing that is read leads to its arguments
+                self._note(GuardedPlace({path: function}, path, path))
             self._found(function, path)
         for path, module in self._modules:
             for base in type(module).__mro__:

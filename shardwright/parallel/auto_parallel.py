@@ -40,6 +40,7 @@ from ..garbage_collection import gc_paused, roomy_stack
 from ..layout import Layout
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..pytree_objects import opened, with_tensors
+from ..runtime.compared_parameters import compared
 from ..runtime.compilation import Compilation
 from ..runtime.deferred_init import optimizer_finder
 from ..runtime.distributed.requested_gradients import requested
@@ -259,6 +260,7 @@ class AutoParallel(ProgramCache, nn.Module):
         self.__dict__["net"] = net  # from here on, attributes that are not those above are the model's
         self._note_parameters()
         requested(self)
+        compared(self)
         expect_first_call(net)
         if step is not None and step.apart:
             del self.__dict__["net"]
@@ -363,7 +365,7 @@ class AutoParallel(ProgramCache, nn.Module):
     @signed_as_net
     def forward(self, *args: object, **kwargs: object) -> object:
         """The model's outputs, or with `loss_fn` the loss of the whole batch; the last positional argument is then
-        the target. numpy arrays are taken for tensors.
+        the target. numpy arrays are taken for tensors, its numbers for Python's.
 
         Raises:
             ShardwrightError: at the first call with inputs of these shapes: whatever cannot be planned.
@@ -608,6 +610,7 @@ class AutoParallel(ProgramCache, nn.Module):
     def __deepcopy__(self, memo: dict[int, object]) -> AutoParallel:
         made = cast("AutoParallel", copied(self, memo))
         requested(made)
+        compared(made)
         return made
 
     def __setattr__(self, name: str, value: Any) -> None:  # any attribute of the wrapped model

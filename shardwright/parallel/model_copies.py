@@ -117,6 +117,7 @@ def with_slice(parameter: Tensor) -> nn.Parameter:
             stride=parameter.stride(),
         )
     made = nn.Parameter(copied_cut, requires_grad=parameter.requires_grad)
+    made.__class__ = type(cut)  # type: ignore[assignment]  # nn.Parameter(...) of a DTensor is of DTensor's own class
     vars(made).update(
         (k, v) for k, v in vars(parameter).items() if k not in ("_shardwright_nothing", "_shardwright_closed")
     )
@@ -159,7 +160,9 @@ class Followers:
     def _cut(
         self, made: SettingMethods, mine: dict[str, Tensor], theirs: dict[str, Tensor], same_cut: set[str]
     ) -> None:
-        from ..runtime.distributed.dtensors import as_dtensor, with_values  # noqa: PLC0415  imports DTensor
+        from torch.distributed.tensor import DTensor  # noqa: PLC0415  DTensor takes long to import
+
+        from ..runtime.distributed.dtensors import as_dtensor, gathered, with_values  # noqa: PLC0415  imports DTensor
 
         successors: dict[Tensor, nn.Parameter] = {}
         for name, old in theirs.items():
@@ -172,8 +175,11 @@ class Followers:
             successors[old] = new
         names = {old: name for name, old in theirs.items()}
 
-        def cut(old: Tensor, whole: Tensor) -> Tensor:
-            return with_values(as_dtensor(with_slice(mine[names[old]])), whole).detach()
+        def cut(old: Tensor, state: Tensor) -> Tensor | None:
+            slices = as_dtensor(with_slice(mine[names[old]]))
+            if state.shape != old.shape:
+                return None if slices.numel() else slices.detach()  # the parameter is on the ranks of another stage
+            return with_values(slices, gathered(state) if isinstance(state, DTensor) else state).detach()
 
         substitute(ModelAndLoss(made.net, made.loss_fn), successors, cut)
         made._stored, made._used = self._model._stored, self._model._used

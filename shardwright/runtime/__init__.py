@@ -10,6 +10,7 @@ compilation          torch.compile of planned programs
 device_seed          the random operators of a compiled program, and its seed in the memory of its device
 optimizer_guard      checks before an optimizer's step
 replaced_parameters  parameter objects that a script holds since before the first call
+compared_parameters  ``torch.testing.assert_close`` of parameters in processes
 pipeline_step        one step of a pipeline
 pipeline_p2p         the stages of a pipeline on processes, and the messages between them
 redistribution_functions  the autograd functions of redistributions, and exchanges of halos, which both runtimes share

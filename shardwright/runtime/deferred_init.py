@@ -460,7 +460,7 @@ def optimizer_finder(modules: Iterable[nn.Module]) -> Callable[[], OptimizerStat
 def substitute(
     module: nn.Module,
     successors: Mapping[torch.Tensor, nn.Parameter],
-    cut: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    cut: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None] | None = None,
 ) -> None:
     """Replace parameter objects of a model, in its modules and in every optimizer that holds them.
 
@@ -468,8 +468,9 @@ def substitute(
         module: the model.
         successors: old parameter -> the new one. (A tensor cannot become a DTensor in place with
             `put_in_place`; therefore the optimizers that were built before are looked up, once.)
-        cut: ``(old parameter, a tensor of its shape) -> this rank's slice of the tensor``, applied to state that an
-            optimizer already has for the parameter (Adagrad has state when it is built); None: state is kept whole.
+        cut: ``(old parameter, a tensor of its shape) -> this rank's slice of the tensor``, None where it has another
+            shape. It is applied to state that an optimizer already has for the parameter: Adagrad has state when it
+            is built, others after ``load_state_dict``. None: state is kept whole.
 
     Raises:
         SettingError: an optimizer's state for a parameter has another shape than the parameter.
@@ -478,7 +479,13 @@ def substitute(
         for name, parameter in parameter_table(sub).items():
             if parameter is not None and parameter in successors:
                 parameter_table(sub)[name] = successors[parameter]
-    for optimizer in _optimizers():
+    places = {old: place for place, old in enumerate(successors)}
+
+    def first(optimizer: torch.optim.Optimizer) -> int:
+        """A number by which all ranks order their optimizers alike: `cut` may gather."""
+        return min((places.get(p, len(places)) for g in optimizer.param_groups for p in g["params"]), default=0)
+
+    for optimizer in sorted(_optimizers(), key=first):
         for group in optimizer.param_groups:
             for old in [p for p in group["params"] if p in successors]:
                 if old in optimizer.state:
@@ -493,7 +500,7 @@ def _cut_state(
     group: dict[str, object],
     old: torch.Tensor,
     new: nn.Parameter,
-    cut: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    cut: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None],
 ) -> dict[str, object]:
     """An optimizer's state for a parameter, cut as the parameter is."""
     state = optimizer.state[old]
@@ -502,13 +509,14 @@ def _cut_state(
     out = dict(state)
     for key, x in state.items():
         if isinstance(x, torch.Tensor) and x.dim():
-            if x.shape != old.shape:
+            part = cut(old, x)
+            if part is None:
                 raise SettingError(
                     f"{type(optimizer).__name__} has noted {key!r} of shape {tuple(x.shape)} for a "
                     f"parameter of shape {tuple(old.shape)}, which is cut now",
                     legal="an optimizer that is built, or loaded, after the first call",
                 )
-            out[key] = cut(old, x)
+            out[key] = part
     return out
 
 

@@ -77,6 +77,7 @@ from .process_internals import (
     group_timeout,
     number_of_groups,
     schedule_without_transfers,
+    without_names,
     worker_processes,
 )
 from .tensor_internals import (
@@ -90,6 +91,7 @@ from .tensor_internals import (
     shell,
     spec_of,
     storage_id,
+    take_comparisons,
     version_of,
 )
 from .version_lookup import NAMES, demand, name_of_torch
@@ -105,8 +107,8 @@ __all__ = [
     "layouts_unrecorded", "local_tensor", "module_table", "move_gradient_hooks", "number_of_groups", "operators",
     "overload_name", "overload_of", "parameter_table", "part_tables", "recurrent_states", "recurrent_weights",
     "register_node", "schedule_without_transfers", "schema_of", "set_local_tensor", "shell", "spec_of", "stack_lines",
-    "storage_id", "torch_function", "untraced", "use_foreach", "version_of", "vmap_function", "without_cudnn",
-    "worker_processes",
+    "storage_id", "take_comparisons", "torch_function", "untraced", "use_foreach", "version_of", "vmap_function",
+    "without_cudnn", "without_names", "worker_processes",
 ]
 # fmt: on
 

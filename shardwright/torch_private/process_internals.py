@@ -1,6 +1,6 @@
 """Private names of process groups, launchers and pipeline schedules.
 
-1. Process groups: their store, timeout and number; the names of their methods for one tensor.
+1. Process groups: their store, timeout and number; the names of their methods for one tensor; meshes without names.
 2. Launchers: the workers that an elastic agent has started.
 3. Pipeline schedules of torch: the letter of an action, the order without transfers.
 
@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import functools
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import version_lookup
+
+MeshT = TypeVar("MeshT")
 
 __all__ = [
     "GATHER_METHOD",
@@ -28,6 +30,7 @@ __all__ = [
     "group_timeout",
     "number_of_groups",
     "schedule_without_transfers",
+    "without_names",
     "worker_processes",
 ]
 
@@ -58,6 +61,16 @@ def number_of_groups() -> int:
     """The number of process groups made by this process, as torch uses it in the names of groups of some ranks."""
     d = version_lookup.required("torch.distributed.distributed_c10d", "pipelines on ranks")
     return d._world.group_count if "group_count" in d._hash_ranks_to_str.__code__.co_names else len(d._world.pg_names)
+
+
+def without_names(mesh: MeshT) -> MeshT:
+    """A device mesh that was just made, without names of its axes: torch makes one of several groups with names alone.
+
+    The mesh itself has lost them. Its hash, which counts them, is made anew where it was made already.
+    """
+    setattr(mesh, "_mesh_dim_names" if hasattr(mesh, "_mesh_dim_names") else "mesh_dim_names", None)
+    setattr(mesh, "_hash", None)  # noqa: B010  an attribute that types do not know
+    return mesh
 
 
 def worker_processes(agent: object) -> Any:

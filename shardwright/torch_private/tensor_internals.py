@@ -1,6 +1,6 @@
 """Private names of tensors and parameters.
 
-1. Any tensor: its number of changes in place, its storage, whether it is a view.
+1. Any tensor: its number of changes in place, its storage, whether it is a view, how it is compared.
 2. A DTensor: its slice on this rank, its mesh and placements.
 3. A leaf: the hooks of its gradient, which can be moved to another leaf.
 
@@ -9,6 +9,7 @@ Example: ``version_of(x)`` of ``x = torch.zeros(2)`` is 0, and 1 after ``x.add_(
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "shell",
     "spec_of",
     "storage_id",
+    "take_comparisons",
     "version_of",
 ]
 
@@ -65,6 +67,27 @@ def spec_of(x: object) -> Any:
     if spec is None and hasattr(x, "placements"):
         raise version_lookup.missing_error("torch.distributed.tensor.DTensor._spec", "parameters that are DTensors")
     return spec
+
+
+def take_comparisons(take: Callable[[object, object], tuple[object, object]]) -> Callable[[], None]:
+    """Let ``torch.testing.assert_close`` compare what a function gives for its two arguments.
+
+    Args:
+        take: (actual, expected) -> the two that are handed on to torch.
+
+    Returns:
+        A function that puts torch's own back. Both do nothing where torch takes no DTensors apart, as in torch 2.9.
+    """
+    module, name = version_lookup.lookup("torch.testing._comparison"), "_unwrap_dtensor_for_comparison"
+    plain = getattr(module, name, None)
+    if plain is None:
+        return lambda: None
+
+    def taken(actual: object, expected: object) -> object:
+        return plain(*take(actual, expected))
+
+    setattr(module, name, taken)
+    return lambda: setattr(module, name, plain) if getattr(module, name) is taken else None
 
 
 def gradient_hooks(tensor: Tensor) -> GradientHooks:

@@ -593,6 +593,27 @@ def test_a_change_of_the_loss_is_seen(name: str) -> None:
     assert len(model._programs) == 2
 
 
+def scaled(scales: list[float], out: Tensor, target: Tensor, power: float = 2.0) -> Tensor:
+    return (out - target).abs().pow(power).mean() * scales[0]
+
+
+PARTIAL_CHANGES = {
+    "an entry of an argument": lambda loss: loss.args[0].__setitem__(0, 5.0),
+    "a keyword": lambda loss: loss.keywords.update(power=3.0),
+}
+
+
+@pytest.mark.parametrize("name", PARTIAL_CHANGES)
+def test_a_change_of_the_arguments_of_a_partial_loss_is_seen(name: str) -> None:
+    net, loss = Net(lambda m, h: h, None), functools.partial(scaled, [2.0], power=1.5)
+    model, x, target = parallel(net, loss, devices=4), draw(8, 8), draw(8, 8, seed=1)
+    model(x, target)
+    PARTIAL_CHANGES[name](loss)
+    for _ in range(2):
+        close(model(x, target), loss(net(x), target))
+    assert len(model._programs) == 2
+
+
 def test_locals_of_another_thread() -> None:
     """Each thread has its own values, and its own program."""
     net = Net(lambda m, h: h * LOCAL.k, None)

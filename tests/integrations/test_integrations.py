@@ -18,8 +18,10 @@ from integration_runs import (
     PAGE,
     STEPS,
     WORLD,
+    Layers,
     Rows,
     accelerate,
+    adapted_late,
     detached,
     gpt2,
     hugging_face,
@@ -290,6 +292,14 @@ def test_adapters_train_as_on_one_device(ours: list[dict[str, Any]], folder: str
     torch.testing.assert_close(next_token(read(tokens), tokens), expected, rtol=1e-9, atol=0.0)
     merged = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/peft/merged", dtype=D)
     torch.testing.assert_close(next_token(merged(tokens), tokens), expected, rtol=1e-6, atol=0.0)
+
+
+def test_adapters_that_are_added_after_the_first_call_train_as_on_one_device(ours: list[dict[str, Any]]) -> None:
+    net = Layers()
+    losses = adapted_late(net, lambda x, y: F.mse_loss(net(x), y))
+    for mine, values in (rank["peft late"] for rank in ours):
+        assert_close(mine, losses)
+        assert_close(values, detached(net))
 
 
 def test_pipelines_train_as_on_one_device(ours: list[dict[str, Any]], folder: str) -> None:

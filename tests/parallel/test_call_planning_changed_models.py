@@ -337,11 +337,25 @@ def one_line_says_it(rank: int, world: int) -> None:
         model(X, T)
 
 
+@scenario
+def libraries_take_a_layer_for_whole(rank: int, world: int) -> None:
+    """PEFT takes the sizes of a layer's adapter from the slice of its weight, unless the axes of its mesh have the name
+    "fsdp", or none: then the layer computes the whole."""
+    net = Net()
+    model = semi_auto(net)
+    sw.shard(net.head, ((1, 2), (2, 2)))
+    model(X, T)
+    assert net.head.weight.device_mesh.ndim == 2 and net.head.weight.to_local().shape == (4, 4)
+    for parameter in net.parameters():
+        assert set(parameter.device_mesh.mesh_dim_names or ()) <= {"fsdp"}
+
+
 #: Scenarios on four ranks; the others are on two, which take a third of the time.
 ON_FOUR = {name for name in SCENARIOS if name.endswith("-hsdp")} | {
     "adapters_are_added-adam",
     "adapters_are_added-pipeline",
     "a_parameter_moves_to_another_stage",
+    "libraries_take_a_layer_for_whole",
     "ranks_have_unlike_new_parameters",
     "rank_0_gives_the_values",
 }

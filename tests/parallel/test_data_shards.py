@@ -297,6 +297,25 @@ def test_numpy_arrays_are_taken_wherever_tensors_are() -> None:
     assert model.infer_layout(x, {"scale": scale}, last=last)["layer.weight"].shape == (2, 3)
 
 
+class Repeated(nn.Linear):
+    def forward(self, x: torch.Tensor, times: int, *, scale: float, negated: bool) -> torch.Tensor:
+        for _ in range(times):
+            x = super().forward(x) * scale
+        return -x if negated else x
+
+
+def test_numbers_of_numpy_are_those_of_python() -> None:
+    sw.init(devices=2)
+    plain, x = Repeated(3, 3, dtype=D), torch.ones(4, 3, dtype=D)
+    model = sw.AutoParallel(plain)
+    for times in (1, 2):
+        expected = plain(x, times, scale=0.5, negated=times == 1)
+        got = model(x, np.int64(times), scale=np.float32(0.5), negated=np.bool_(times == 1))
+        assert torch.allclose(got, expected, rtol=0, atol=1e-12)
+        model(x, times, scale=0.5, negated=times == 1)
+    assert len(model._programs) == 2
+
+
 @pytest.mark.parametrize("array", [np.array(["a"]), np.array([object()]), np.array(["2020-01-01"], dtype="M8[D]")])
 def test_arrays_without_numbers_are_refused(array: np.ndarray) -> None:
     with pytest.raises(sw.SettingError, match="an input is a numpy array of .*(.|\n)*numbers or truth values"):

@@ -254,6 +254,23 @@ def test_calls_are_counted_from_when_torch_was_seeded() -> None:
     assert mine.draw(True).tolist() == [-1, 0, 1, 0]
 
 
+@pytest.mark.parametrize("ranks", [False, True])
+def test_a_run_that_is_seeded_alike_again_draws_alike(ranks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a model was built between the seed and the first call; ranks, whose states may differ, count on."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: ranks)
+    mine, runs = RandomStream(), []
+    for steps in (3, 5000, 3):
+        torch.manual_seed(3)
+        torch.randn(5)
+        runs.append([mine.draw(True)[1].item() for _ in range(steps)])
+    assert runs[0] == [0, 1, 2] and runs[2] == ([5003, 5004, 5005] if ranks else [0, 1, 2])
+    saved = mine.state_dict()
+    torch.manual_seed(3)
+    torch.randn(5)
+    mine.load_state_dict(saved | {"calls": 7})
+    assert [mine.draw(True)[1].item() for _ in range(2)] == [7, 8]
+
+
 def test_a_run_goes_on_where_it_was_saved() -> None:
     mine, later = RandomStream(), RandomStream()
     torch.manual_seed(3)

@@ -462,6 +462,44 @@ def pipelines(rank: int, folder: str) -> dict[str, Any]:
     return out
 
 
+class Layers(nn.Module):
+    """Two layers that adapters find by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.up, self.down = nn.Linear(8, 16, dtype=D), nn.Linear(16, 4, dtype=D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def adapted_late(net: Layers, loss: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+    """The losses of two steps, and of two more with adapters that PEFT has put into the model in between."""
+    losses = []
+    for late in (False, True):
+        if late:
+            settings = peft.LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights=False)
+            torch.manual_seed(5)
+            peft.inject_adapter_in_model(settings, net)
+        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], 1e-2)
+        for x, y in pairs(8, 2):
+            value = loss(x, y)
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(value.detach())
+    return losses
+
+
+def peft_late() -> tuple[list[Tensor], dict[str, Tensor]]:
+    net = Layers()
+    sw.shard(net.up, ((1, 1), (2, 1)))
+    sw.shard(net.down, ((1, 2), (1, 2)))
+    model = sw.AutoParallel(net, F.mse_loss).dataset_strategy("full_batch")
+    return adapted_late(net, model), weights(model)
+
+
 class _Piped:
     """The package, whose models are pipelines."""
 
@@ -484,6 +522,7 @@ def on_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
             "accelerate": with_accelerate(rank),
             "lightning": with_lightning(rank, f"{folder}/lightning"),
             "peft": with_peft(rank, f"{folder}/peft"),
+            "peft late": peft_late(),
             "averages": with_averages(rank),
         }
         AcceleratorState._reset_state(reset_partial_state=True)

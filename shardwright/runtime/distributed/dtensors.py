@@ -12,8 +12,9 @@ Example: a parameter of 5 rows on 4 ranks has padded slices of 2 rows; the ranks
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...capture.annotations import whole_shape
+from ...errors import SettingError
 from ...layout import Digit, Layout
 from ...partition.padded_dims import true_slice
-from ...torch_private import dtensor_handlers, operators
+from ...torch_private import dtensor_handlers, operators, without_names
 from .process_groups import ProcessGroups, earlier_worlds
 
 __all__ = [
@@ -38,8 +40,10 @@ __all__ = [
     "layout_of",
     "leaf_of",
     "padded_slice",
+    "refuse_slices_of_others",
     "slice_in_buffer",
     "to_dtensor",
+    "warn_of_slice",
     "with_values",
 ]
 
@@ -54,8 +58,13 @@ def as_dtensor(parameter: Tensor) -> DTensor:
 SUBCLASSES_HAVE_VIEWS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
-#: The axes of the mesh of a parameter that is on other ranks.
-ELSEWHERE = ("elsewhere",)
+#: True once this process has warned of a pickle that has a slice.
+_has_warned = False
+
+#: The axes of the mesh of a parameter that is on other ranks. PEFT takes the sizes of a layer from the slice of its
+#: weight, unless the axes of the mesh have this name or none: then the layer computes the whole, as a model of this
+#: library does.
+ELSEWHERE = ("fsdp",)
 
 
 def _whole_number(operator: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -103,42 +112,58 @@ def to_dtensor(local: Tensor, layout: Layout, shape: tuple[int, ...], groups: Pr
     """A rank's slice as a DTensor on a mesh whose axes are the layout's digits, in the layout's own order."""
     digits: list[tuple[Digit, Any]] = [(d, Shard(dim)) for dim, ds in enumerate(layout.dims or ()) for d in ds]
     digits += [(d, Replicate()) for d in layout.replicas]
-    # A mesh of an earlier default group would equal this one, and torch's cached results of operators lie on the mesh
-    # that came first.
-    earlier = earlier_worlds()
-    later = f"#{earlier + 1}" if earlier else ""
-    if not digits:  # one device
-        mesh = DeviceMesh.from_group(groups.of(()), local.device.type, mesh_dim_names=(f"alone{later}",))
-        return DTensor.from_local(local, mesh, [Replicate()], run_check=False)
-    ranks = torch.full((), groups.base, dtype=torch.int, device="cpu")
-    for digit, _ in digits:  # mesh[c0, c1, …] = Σ c_i · stride_i: digits of one dim keep their order
-        ranks = ranks.unsqueeze(-1) + torch.arange(digit.size, dtype=torch.int, device="cpu") * digit.stride
-    names = tuple(f"{digit}{later}" for digit, _ in digits)
-    process_groups = [groups.of((digit,)) for digit, _ in digits]
     kind = local.device.type
-    mesh = (
-        DeviceMesh.from_group(process_groups[0], kind, mesh_dim_names=names)
-        if len(process_groups) == 1
-        else DeviceMesh.from_group(process_groups, kind, mesh=ranks, mesh_dim_names=names)
-    )
+    several = [groups.of((digit,)) for digit, _ in digits]
+    names = tuple(f"{axis}#{earlier_worlds() + 1}" for axis in range(max(len(several), 1)))
+    if len(several) < 2:
+        mesh = DeviceMesh.from_group(several[0] if several else groups.of(()), kind, mesh_dim_names=names)
+    else:
+        ranks = _ranks(groups.base, [digit for digit, _ in digits])
+        mesh = DeviceMesh.from_group(several, kind, mesh=ranks, mesh_dim_names=names)
+    # A mesh of an earlier default group would equal one without names, and torch's cached results of operators lie on
+    # the mesh that came first.
+    mesh = mesh if earlier_worlds() else without_names(mesh)
+    if not digits:  # one device
+        return DTensor.from_local(local, mesh, [Replicate()], run_check=False)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         local, mesh, [p for _, p in digits], run_check=False, shape=torch.Size(shape), stride=stride
     )
 
 
+def _ranks(first: int, digits: Sequence[Digit]) -> Tensor:
+    """The ranks of a mesh whose axes are digits: [c0, c1, …] = first + Σ c_i · stride_i."""
+    ranks = torch.full((), first, dtype=torch.int, device="cpu")
+    for digit in digits:
+        ranks = ranks.unsqueeze(-1) + torch.arange(digit.size, dtype=torch.int, device="cpu") * digit.stride
+    return ranks
+
+
+@functools.lru_cache(256)
+def _digits(mesh: DeviceMesh) -> tuple[Digit, ...]:
+    """The digits that the axes of a mesh are; none of a mesh of one rank, or of other ranks than those of digits."""
+    ranks = mesh.mesh.to(torch.int)
+    first, count = int(ranks.min()), ranks.numel()
+    if count == 1 or ranks.flatten().sort().values.tolist() != list(range(first, first + count)):
+        return ()
+    digits = []
+    for axis, size in enumerate(ranks.shape):
+        row = ranks[(0,) * axis + (slice(None),) + (0,) * (ranks.dim() - axis - 1)].tolist()
+        digits.append(Digit(size, row[1] - row[0] if size > 1 else count))
+    regular = all(digit.stride > 0 for digit in digits) and torch.equal(ranks, _ranks(first, digits))
+    return tuple(digits) if regular else ()
+
+
 def layout_of(tensor: DTensor) -> Layout | None:
     """The layout of a DTensor that `to_dtensor` made, or of an operator's result on such a mesh; None for a foreign
     DTensor."""
-    digits = [re.fullmatch(r"(\d+)@(\d+)(#\d+)?", axis) for axis in tensor.device_mesh.mesh_dim_names or ()]
+    digits = _digits(tensor.device_mesh)
     if not digits:
         return None
     dims: list[list[Digit]] = [[] for _ in tensor.shape]
     for digit, placement in zip(digits, tensor.placements):
-        if digit is None:
-            return None
         if isinstance(placement, Shard):
-            dims[placement.dim].append(Digit(int(digit[1]), int(digit[2])))
+            dims[placement.dim].append(digit)
         elif not isinstance(placement, Replicate):
             return None
     return Layout.of(tensor.device_mesh.size(), dims)
@@ -179,6 +204,48 @@ def padded_slice(parameter: DTensor, part: Tensor) -> Tensor:
     padded = part.new_zeros(length)
     beginning(padded, part.shape).copy_(part)
     return padded
+
+
+def refuse_slices_of_others(tensors: Iterable[Tensor], like: DTensor, name: str = "") -> None:
+    """Check that slices that are to be written beside those of `like` are this rank's. A DTensor that was pickled is
+    read with the slice of the rank that pickled it.
+
+    Args:
+        tensors: any, of which DTensors are looked at.
+        like: has this rank's slice.
+        name: the parameter's, for the error.
+
+    Raises:
+        SettingError: a slice is that of another rank.
+    """
+    for x in tensors:
+        if not isinstance(x, DTensor) or x.device_mesh is like.device_mesh:
+            continue
+        ranks, saved, own = x.device_mesh.mesh, x.device_mesh.get_coordinate(), dist.get_rank()
+        other = own if saved is None else int(ranks[tuple(saved)])
+        if other != own and any(isinstance(placement, Shard) for placement in x.placements):
+            target = repr(name) if name else "a tensor"
+            raise SettingError(
+                f"the slice of rank {other} is loaded on rank {own}, into {target} of shape {list(x.shape)}: rank "
+                f"{other} has saved its slices, with torch.save for example, and the file has no others",
+                legal="torch.save(net.state_dict(), path) inside of `with model.whole(rank=0) as net:`; "
+                "sw.save_checkpoint; a file for each rank, which the same rank loads",
+            )
+
+
+def warn_of_slice(x: DTensor, name: str) -> None:
+    """Say once, where a tensor is pickled that is cut, that the other ranks' slices are not in the pickle."""
+    global _has_warned
+    if _has_warned or not any(isinstance(p, Shard) and x.device_mesh.size(i) > 1 for i, p in enumerate(x.placements)):
+        return
+    _has_warned = True
+    target = repr(name) if name else "a tensor"
+    warnings.warn(
+        f"pickle, or torch.save, of {target} of shape {list(x.shape)}: rank {dist.get_rank()} saves its "
+        f"slice of shape {list(x.to_local().shape)}, which it alone can load. Whole tensors: "
+        "`with model.whole(rank=0) as net:`; a checkpoint of all ranks: sw.save_checkpoint",
+        stacklevel=3,
+    )
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ...capture.annotations import CUT
 from ...errors import SettingError
 from ...torch_private import DisableTorchFunctionSubclass, dtensor_handlers, local_tensor, operators, spec_of
-from .dtensors import gathered_as, padded_slice
+from .dtensors import gathered_as, padded_slice, refuse_slices_of_others
 from .gradient_edits import part_of
 from .gradient_tensors import Gradient, is_of_stage
 
@@ -120,6 +120,8 @@ def _fits(parameter: Tensor, value: object) -> bool:
         return True
     if isinstance(value, DTensor):
         mine, theirs = spec_of(parameter), spec_of(value)
+        if mine is not theirs:
+            refuse_slices_of_others([value], parameter, getattr(parameter, CUT, ""))
         same = mine is theirs or (mine.mesh, mine.placements, mine.shape) == (
             theirs.mesh,
             theirs.placements,

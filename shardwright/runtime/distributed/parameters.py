@@ -29,7 +29,16 @@ from ...sharded_plan import Plan
 from ..deferred_init import materialize, substitute
 from ..optimizer_guard import step_through
 from ..replaced_parameters import replace_noted, stand_for_successor
-from .dtensors import ELSEWHERE, SUBCLASSES_HAVE_VIEWS, layout_of, slice_in_buffer, to_dtensor
+from .dtensors import (
+    ELSEWHERE,
+    SUBCLASSES_HAVE_VIEWS,
+    as_dtensor,
+    gathered,
+    layout_of,
+    refuse_slices_of_others,
+    slice_in_buffer,
+    to_dtensor,
+)
 from .gradient_sums import GradientSums
 from .optimizer_steps import stand_in
 from .parameter_hooks import carry_over, leaf_of_slice
@@ -96,14 +105,21 @@ def stored_layouts(holder: nn.Module) -> dict[str, Layout]:
     """The layouts of parameters that an earlier plan of the model, or another wrapper, has cut already, by name.
 
     Raises:
-        SettingError: a parameter is a DTensor that some other library made.
+        SettingError: a parameter is a DTensor that some other library made, or a value that was computed of slices.
     """
     out = {}
     for name, parameter in holder.named_parameters():
         if isinstance(parameter, DTensor):
             planned: _Planned | None = getattr(parameter, _PLANNED, None)
             layout = layout_of(parameter) if planned is None else planned.storage
-            if layout is None:
+            if isinstance(parameter, SlicedTensor) and not isinstance(parameter, nn.Parameter):
+                raise SettingError(
+                    f"the parameter {name!r} is a value that was computed of slices, as by torch.func.functional_call "
+                    "without torch.func.grad around it",
+                    legal="torch.func.functional_call(net, …) inside of `with model.whole() as net:`; values that are "
+                    "written into the parameters, under torch.no_grad()",
+                )
+            if layout is None or not (isinstance(parameter, SlicedTensor) or hasattr(parameter, CUT)):
                 raise SettingError(
                     f"the parameter {name!r} is a DTensor already: {parameter.placements}",
                     legal="a model that nothing else has distributed",
@@ -169,6 +185,15 @@ class ShardedState:
             local = slice_in_buffer(whole, place.layout, place.groups.rank, device)
             return to_dtensor(local, place.layout, tuple(whole.shape), place.groups)
 
+        def cut_state(old: Tensor, state: Tensor) -> Tensor | None:
+            if placements[old] is not None:
+                if state.shape != old.shape:
+                    return None
+                if isinstance(state, DTensor):  # of another parallel model
+                    refuse_slices_of_others([state], as_dtensor(successors[old]), getattr(successors[old], CUT))
+                    state = gathered(state)
+            return cut(old, state)
+
         def keep(name: str, old: Tensor, whole: Tensor) -> Tensor | None:
             if isinstance(old, DTensor):  # an earlier plan, or another wrapper of the model, has cut it
                 if whole_shape(old) != old.shape:
@@ -203,7 +228,7 @@ class ShardedState:
 
         materialize(holder, keep, "cpu", part=part)
         carry_over(olds, successors)
-        substitute(holder, successors, cut)
+        substitute(holder, successors, cut_state)
         for old in olds:
             stand_for_successor(old)
         self.buffers = dict(holder.named_buffers())

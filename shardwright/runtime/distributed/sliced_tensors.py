@@ -16,8 +16,7 @@ own part of the batch. Equal gradients stay as they are.
     whole value of p, forward     w = all_gather(slices)
     backward                      gradient of a slice = the rank's part of Σ_r g_r / ranks,   g_r: that on rank r
 
-Where a rank reads alone (``if rank == 0: print(p.norm().item())``) it waits at a wait point with the function's name,
-which the watchdog's verdict names.
+A rank that reads alone (``if rank == 0: p.norm().item()``) waits at a wait point that the watchdog's verdict names.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ from ...capture.source_lines import user_frame
 from ...errors import SettingError, ShardwrightError
 from ...partition.padded_dims import true_slice
 from ...torch_private import PARAMETER, DisableTorchFunctionSubclass, local_tensor, pytree, set_local_tensor, spec_of
+from . import dtensors
 from .dtensors import ELSEWHERE, gathered_as, layout_of, padded_slice, with_values
 from .gradient_edits import VIEWS, changes, drawing, is_copy, part_of, put
 from .parameter_hooks import in_step_or_hook
@@ -47,7 +47,7 @@ from .rank_messages import ProcessRanks, ranks_of_now
 from .rank_positions import WaitPoint, waiting
 from .requested_gradients import reached
 
-__all__ = ["ELEMENTWISE", "READS", "PartCopy", "SlicedTensor", "locals_of"]
+__all__ = ["ELEMENTWISE", "READS", "PartCopy", "SlicedTensor", "locals_of", "whole_value"]
 
 #: Functions that optimizers apply in place, element by element, to a tensor with other tensors.
 ELEMENTWISE = frozenset(
@@ -196,6 +196,7 @@ class SlicedTensor(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A DTensor, which torch itself reads."""
+        dtensors.warn_of_slice(self, getattr(self, CUT, ""))
         made = DTensor(local_tensor(self), spec_of(self), requires_grad=self.requires_grad)
         if hasattr(self, PARAMETER):
             setattr(made, PARAMETER, True)
@@ -205,7 +206,7 @@ class SlicedTensor(DTensor):
         """The number of a tensor without dims; this rank's slice of any other. A slice is printed without the other
         ranks, so that one rank may print, and so may a debugger."""
         if not self.dim():
-            return repr(_value(self, "print"))
+            return repr(whole_value(self, "print"))
         local = local_tensor(self).detach()
         layout = None if self.device_mesh.mesh_dim_names == ELSEWHERE else layout_of(self)
         if layout is None or layout.is_replicated:
@@ -483,10 +484,10 @@ def _read(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
         return function(torch.empty(0).requires_grad_(), *args[1:], **kwargs)  # torch's own error
     if name == "__contains__":
         return _on_whole(function, args, kwargs)
-    return function(_value(x, name.strip("_")), *args[1:], **kwargs)
+    return function(whole_value(x, name.strip("_")), *args[1:], **kwargs)
 
 
-def _value(x: Any, name: str) -> Tensor:
+def whole_value(x: Any, name: str) -> Tensor:
     """The whole value of a tensor that all ranks read together.
 
     Args:
@@ -558,6 +559,7 @@ def _changed(function: Any, name: str, target: Any, args: tuple[Any, ...], kwarg
             legal="p[:2] = 0 or p.mul_(mask) with a mask of the parameter's whole shape, under torch.no_grad()",
         )
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    dtensors.refuse_slices_of_others(tensors, target, getattr(target, CUT, ""))
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         if name.startswith("__i") and not target.is_leaf:  # Python gives the name to the result
             return _on_whole(getattr(torch.Tensor, f"__{name[3:]}"), args, kwargs)

@@ -271,6 +271,23 @@ def optimizers_of_another_kind(rank: int, world: int) -> None:
 
 
 @scenario
+def a_state_of_another_parallel_model(rank: int, world: int) -> None:
+    """An optimizer is given the state of another one before the first call of its model, which has other layouts."""
+    net, model, one, call = again("marks")
+    ours, theirs = optim.Adam(net.parameters(), 0.1), optim.Adam(one.parameters(), 0.1)
+    model(X, Y).backward(), call(X, Y).backward()
+    ours.step(), theirs.step()
+    next_one = Mixed()
+    next_one.load_state_dict({n: whole(p).detach() for n, p in net.named_parameters()})
+    later, optimizer = wrapped(next_one, "hsdp"), optim.Adam(next_one.parameters(), 0.3)
+    optimizer.load_state_dict(copy.deepcopy(ours.state_dict()))
+    theirs.zero_grad()
+    later(X, Y).backward(), call(X, Y).backward()
+    optimizer.step(), theirs.step()
+    close({n: whole(p) for n, p in next_one.named_parameters()}, dict(one.named_parameters()))
+
+
+@scenario
 def hooks_of_an_optimizer(rank: int, world: int) -> None:
     """Hooks see the user's optimizer; gradients that hooks replace are the ones of the step."""
     net, model, one, call = both("hsdp")

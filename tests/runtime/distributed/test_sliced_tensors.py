@@ -20,6 +20,7 @@ from torch.nn.utils import prune
 from torch.utils import _pytree as pytree
 
 import shardwright as sw
+from shardwright.runtime.distributed import dtensors
 from shardwright.runtime.distributed.dtensors import SUBCLASSES_HAVE_VIEWS, gathered
 
 D = torch.float64
@@ -84,6 +85,43 @@ def numbers_are_those_of_the_whole(rank: int, world: int) -> None:
                 close(torch.tensor(number(mine)), torch.tensor(number(whole)))
     total, expected = (torch.stack([p.detach().norm() for p in n.parameters()]).norm().item() for n in (net, one))
     assert abs(total - expected) < 1e-12
+
+
+@scenario
+def copies_of_the_model_compute_alike(rank: int, world: int) -> None:
+    _, model, one = begun()
+    for mine, whole in zip(copy.deepcopy(model).net.parameters(), one.parameters()):
+        whole = whole.detach()
+        close(mine.detach() + torch.ones_like(whole), whole + 1)
+        assert abs(mine.norm().item() - whole.norm().item()) < 1e-12
+
+
+@scenario
+def slices_that_another_rank_has_saved_are_refused(rank: int, world: int) -> None:
+    net, model, _ = begun()
+    optimizer = torch.optim.Adam(net.parameters())
+    optimizer.step()
+    dtensors._has_warned, file = False, io.BytesIO()
+    with pytest.warns(UserWarning, match=r"a tensor of shape \[16, 8\]: rank . saves its slice of shape \[8, 8\]"):
+        torch.save((model.state_dict(), optimizer.state_dict()), file)
+    for content in (file.getvalue(), *exchanged(file.getvalue(), world)):
+        weights, state = torch.load(io.BytesIO(content), weights_only=False)
+        if content == file.getvalue():
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+            optimizer.step()
+            continue
+        with pytest.raises(RuntimeError, match=f"slice of rank {1 - rank} is loaded on rank {rank}, into '0.weight"):
+            model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        with pytest.raises(sw.SettingError, match=f"the slice of rank {1 - rank} is loaded on rank {rank}"):
+            optimizer.step()
+
+
+def exchanged(content: bytes, world: int) -> list[bytes]:
+    contents = [b""] * world
+    dist.all_gather_object(contents, content)
+    return contents
 
 
 @scenario
