@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import io
 import multiprocessing
 import multiprocessing.connection
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked_python import let_others_finish
 
 from shardwright.torch_private import default_store
 
@@ -38,6 +40,7 @@ MODULES = (
     "torch._dynamo",
     "torch.export._trace",
     "torch.distributed.tensor",
+    "torch.distributed.pipelining.schedules",
     "shardwright.parallel.auto_parallel",
     "shardwright.runtime.distributed.agreement",
     "shardwright.runtime.distributed.parameters",
@@ -137,6 +140,8 @@ def run_scenarios(rank: int, world: int, scenarios: dict[str, Callable[[int, int
             results[name] = None
         except BaseException:
             results[name] = traceback.format_exc()
+        gc.collect()
+        gc.freeze()  # a search for optimizers walks all objects that are not frozen
         _meet(rank, world, name, results[name])
     return results
 
@@ -173,6 +178,7 @@ def _rank(
 ) -> None:
     code = 0
     faulthandler.register(signal.SIGUSR1, file=stands)
+    let_others_finish()
     try:
         torch.set_num_threads(1)
         torch.manual_seed(rank)

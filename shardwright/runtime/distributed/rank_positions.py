@@ -384,12 +384,18 @@ position = RankPosition()
 
 
 class waiting:
-    """While active, this rank is at `place`."""
+    """While active, this rank is at `place`.
 
-    __slots__ = ("place",)
+    Args:
+        place: the wait point.
+        of_messages: True for an error of messages between ranks, which is `explained`; None: each RuntimeError is one.
+            A search for the reason takes seconds.
+    """
 
-    def __init__(self, place: WaitPoint) -> None:
-        self.place = place
+    __slots__ = ("of_messages", "place")
+
+    def __init__(self, place: WaitPoint, of_messages: Callable[[Exception], bool] | None = None) -> None:
+        self.place, self.of_messages = place, of_messages
 
     def __enter__(self) -> None:
         position.place = self.place
@@ -400,7 +406,7 @@ class waiting:
 
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         try:
-            if isinstance(error, RuntimeError):
+            if isinstance(error, RuntimeError) and (self.of_messages is None or self.of_messages(error)):
                 explained(error)
         finally:
             position.place = None

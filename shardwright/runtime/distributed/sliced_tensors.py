@@ -292,7 +292,7 @@ def _called(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
         return _on_whole(function, args, kwargs)
     own_args, own_kwargs = pytree.tree_map_only(DTensor, _entered, (args, kwargs)) if graded else (args, kwargs)
     try:
-        with waiting(_COMPUTING), DisableTorchFunctionSubclass():
+        with waiting(_COMPUTING, _is_broken), DisableTorchFunctionSubclass():
             result = function(*own_args, **own_kwargs)
     except _FAILURES as error:
         if _is_broken(error):
@@ -363,7 +363,7 @@ def _summable(x: DTensor) -> DTensor:
     """The tensor, completed where its partial values are no terms of a sum: DTensor joins and adds partial norms."""
     if not any(isinstance(p, Partial) and (type(p) is not Partial or p.reduce_op != "sum") for p in x.placements):
         return x
-    with waiting(_COMPUTING), DisableTorchFunctionSubclass():
+    with waiting(_COMPUTING, _is_broken), DisableTorchFunctionSubclass():
         return _marked(x.redistribute(placements=_replicas(x)))
 
 
@@ -391,7 +391,7 @@ def _gathered(x: DTensor) -> Tensor:
     """The whole value on every rank of the mesh, in memory that may be that of `x`."""
     if x.device_mesh.mesh_dim_names == ELSEWHERE:
         raise _is_elsewhere(x)
-    with waiting(_COMPUTING), torch.no_grad(), DisableTorchFunctionSubclass():
+    with waiting(_COMPUTING, _is_broken), torch.no_grad(), DisableTorchFunctionSubclass():
         if all(isinstance(p, Replicate) for p in x.placements):
             return local_tensor(x).detach()
         if layout_of(x) is not None:
@@ -434,7 +434,7 @@ def _laid_out(gradient: Tensor, spec: Any) -> Tensor:
                 return gradient
             if not all(isinstance(p, Replicate) for p in gradient.placements):
                 if not _is_irregular(spec):
-                    with waiting(_COMPUTING):
+                    with waiting(_COMPUTING, _is_broken):
                         return gradient.redistribute(placements=spec.placements)
                 gradient = DTensor(_gathered(gradient), spec, requires_grad=False)
             gradient = local_tensor(gradient)
@@ -462,7 +462,7 @@ class _Whole(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         mesh = ctx.spec.mesh
-        with DisableTorchFunctionSubclass(), waiting(_COMPUTING):
+        with DisableTorchFunctionSubclass(), waiting(_COMPUTING, _is_broken):
             mean = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone(
                 memory_format=torch.contiguous_format
             )
@@ -569,7 +569,7 @@ def _changed(function: Any, name: str, target: Any, args: tuple[Any, ...], kwarg
         with drawing(target.device, kwargs):
             return _changed_on_whole(function, target, args, kwargs, reads=False)
     if name == "__setitem__":
-        with waiting(_COMPUTING), DisableTorchFunctionSubclass():
+        with waiting(_COMPUTING, _is_broken), DisableTorchFunctionSubclass():
             put(target, *args[1:])
         return _written(target)
     if function in ELEMENTWISE:
@@ -580,7 +580,7 @@ def _changed(function: Any, name: str, target: Any, args: tuple[Any, ...], kwarg
             return _written(target)
     if all(isinstance(x, DTensor) or not x.dim() for x in tensors):
         try:
-            with waiting(_COMPUTING), DisableTorchFunctionSubclass():
+            with waiting(_COMPUTING, _is_broken), DisableTorchFunctionSubclass():
                 return _marked(function(*args, **kwargs))
         except _FAILURES as error:
             if _is_broken(error):
@@ -629,7 +629,7 @@ def _changed_on_whole(function: Any, target: DTensor, args: Any, kwargs: Any, re
 def _list_changed(function: Any, name: str, targets: Sequence[Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """A function of lists that writes to the first list, element by element."""
     if not name.startswith("_foreach_"):
-        with waiting(_COMPUTING), DisableTorchFunctionSubclass():
+        with waiting(_COMPUTING, _is_broken), DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
     arguments = [
         [_beside(x, target) for x, target in zip(a, targets)] if isinstance(a, (list, tuple)) else a for a in args[1:]

@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -22,6 +23,7 @@ from torch.utils import _pytree as pytree
 import shardwright as sw
 from shardwright.runtime.distributed import dtensors
 from shardwright.runtime.distributed.dtensors import SUBCLASSES_HAVE_VIEWS, gathered
+from shardwright.runtime.distributed.rank_positions import position
 
 D = torch.float64
 X = [torch.randn(8, 8, dtype=D, generator=torch.Generator().manual_seed(i)) for i in range(4)]
@@ -524,27 +526,36 @@ def dims_that_ranks_do_not_divide(rank: int, world: int) -> None:
 
 @scenario
 def a_broken_connection_is_no_reason_to_compute_the_whole(rank: int, world: int) -> None:
+    """The watch of the ranks is asked for the reason of it, and of no other error: that takes seconds."""
     net, _, _ = begun()
-    for error in (
-        dist.DistBackendError("closed"),
-        dist.DistNetworkError("closed"),
-        RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer"),
-    ):
-        calls = []
+    asked: list[Exception] = []
+    with mock.patch.object(position, "explain", asked.append):
+        for error in (
+            dist.DistBackendError("closed"),
+            dist.DistNetworkError("closed"),
+            RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer"),
+        ):
+            calls = []
 
-        def fails(*args: Tensor, error: Exception = error) -> None:
-            calls.append(args)
-            raise error
+            def fails(*args: Tensor, error: Exception = error) -> None:
+                calls.append(args)
+                raise error
 
-        def fails_(*args: Tensor, error: Exception = error) -> None:
-            calls.append(args)
-            raise error
+            def fails_(*args: Tensor, error: Exception = error) -> None:
+                calls.append(args)
+                raise error
 
-        for function in (fails, fails_):
-            calls.clear()
-            with torch.no_grad(), pytest.raises(type(error), match="closed"):
-                torch.overrides.handle_torch_function(function, (net[0].weight,), net[0].weight)
-            assert len(calls) == 1, function
+            for function in (fails, fails_):
+                calls.clear(), asked.clear()
+                with torch.no_grad(), pytest.raises(type(error), match="closed"):
+                    torch.overrides.handle_torch_function(function, (net[0].weight,), net[0].weight)
+                assert len(calls) == 1 and asked == [error], function
+        asked.clear()
+        with torch.no_grad():
+            assert len(net[0].weight.unique()) == len(gathered(net[0].weight).unique())
+            net[2].weight.sub_(net[2].weight.detach().norm(dim=0))
+            net[0].weight.cumsum_(0)
+        assert not asked
 
 
 #: Rows, a column, a matrix and indices of a seed; functions that write to a parameter of (8, 8).

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from collective_log import rank_of_eight
 from hypothesis import given, strategies as st
-from ranks import load_what_a_capture_needs
+from ranks import let_others_finish, load_what_a_capture_needs
 from small_networks import D, draw, labels
 from torch import nn
 
@@ -640,6 +640,7 @@ def test_a_call_before_the_backward_of_the_last_one_meets_and_is_judged(calls, t
 def on_a_rank(rank: int, name: str, port: int, log: Path) -> None:
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115  the test runner has another one in its place
+    let_others_finish()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group(
@@ -695,6 +696,5 @@ def end(name: str, ranks: list[Any], folder: Path) -> Ended:
             process.join(max(0.0, deadline - time.monotonic()))
     codes = [process.exitcode for process in ranks]
     for process in ranks:
-        process.kill()
-        process.join()
+        process.kill(), process.join()
     return Ended(codes, [(folder / f"{name}_{rank}").read_text() for rank in range(WORLD)])
