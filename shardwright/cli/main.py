@@ -13,8 +13,6 @@ that was written. A mistake in the arguments ends with 2, Ctrl-C with 130.
 from __future__ import annotations
 
 import argparse
-import atexit
-import gc
 import os
 import signal
 import sys
@@ -155,8 +153,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: with code 2 for a mistake in the arguments, with 0 for ``--help`` and ``--version``.
     """
-    if argv is None:
-        atexit.register(gc.freeze)  # the end of a process that has imported torch takes half a second to walk garbage
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
