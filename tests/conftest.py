@@ -30,12 +30,6 @@ if TYPE_CHECKING:
 # Some test files take networks and helpers from one another; base names stand once below this folder.
 sys.path += sorted({str(path.parent) for path in Path(__file__).parent.rglob("test_*.py")})
 
-# pytest listens to every logger that does not propagate. To this one torch writes all that it compiles and exports, as
-# text with the stack of each call, where somebody listens.
-TRACE = logging.getLogger("torch.__trace")
-TRACE.propagate = True
-TRACE.handlers.clear()
-
 # A forked process has no use for a collection of what it inherited: the walk would write to the header of each object,
 # and so copy every page.
 os.register_at_fork(after_in_child=gc.freeze)
@@ -200,6 +194,11 @@ def prepare_torch() -> None:
     # each, after which no child can have a backward. A build with CUDA that has been in FakeTensorMode, as a capture
     # is, takes it that there is one.
     torch.ones(1, requires_grad=True).sum().backward()
+    # pytest listens to every logger that does not propagate. To this one torch writes all that it compiles and exports,
+    # as text with the stack of each call, where somebody listens.
+    trace = logging.getLogger("torch.__trace")
+    trace.propagate = True
+    trace.handlers.clear()
 
 
 def pytest_configure(config: pytest.Config) -> None:
