@@ -64,8 +64,8 @@ def _warn_of_mean(parts: int) -> None:
     the mean of the ranks' losses: of a loss that is a sum over rows it is too small."""
     warnings.warn(
         f"create_graph=True of a loss outside of the model, of which each of {parts} ranks has its own: the gradients "
-        f"are those of the losses' mean, 1/{parts} of this rank's own. They are those of one device where the loss is a "
-        'mean over rows. Of a sum over rows, as in a gradient penalty: dataset_strategy("full_batch")',
+        f"are those of the losses' mean, 1/{parts} of this rank's own. They are those of one device where the loss is "
+        'a mean over rows. Of a sum over rows, as in a gradient penalty: dataset_strategy("full_batch")',
         stacklevel=2,
     )
 

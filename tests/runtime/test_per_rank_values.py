@@ -84,7 +84,7 @@ def a_model_of_another_models_rows(mode: str) -> Callable[[int, int], None]:
 
 
 def a_gradient_that_is_differentiated_again(rank: int, world: int) -> None:
-    """Of a mean over rows it is that of one device; a line says that of a sum it is not."""
+    """The gradient of a mean over rows is that of one device; a line says that one of a sum is not."""
     net, x = nn.Sequential(nn.Linear(6, 5, dtype=D), nn.Tanh(), nn.Linear(5, 1, dtype=D)), torch.randn(8, 6, dtype=D)
     one, whole, mine = copy.deepcopy(net), x.clone().requires_grad_(), x.chunk(world)[rank].clone().requires_grad_()
     (expected,) = torch.autograd.grad(one(whole).mean(), whole, create_graph=True)

@@ -221,12 +221,12 @@ def refuse_slices_of_others(tensors: Iterable[Tensor], like: DTensor, name: str 
     for x in tensors:
         if not isinstance(x, DTensor) or x.device_mesh is like.device_mesh:
             continue
-        ranks, saved, own = x.device_mesh.mesh, x.device_mesh.get_coordinate(), dist.get_rank()
-        other = own if saved is None else int(ranks[tuple(saved)])
-        if other != own and any(isinstance(placement, Shard) for placement in x.placements):
+        ranks, saved, rank = x.device_mesh.mesh, x.device_mesh.get_coordinate(), dist.get_rank()
+        other = rank if saved is None else int(ranks[tuple(saved)])
+        if other != rank and any(isinstance(placement, Shard) for placement in x.placements):
             target = repr(name) if name else "a tensor"
             raise SettingError(
-                f"the slice of rank {other} is loaded on rank {own}, into {target} of shape {list(x.shape)}: rank "
+                f"the slice of rank {other} is loaded on rank {rank}, into {target} of shape {list(x.shape)}: rank "
                 f"{other} has saved its slices, with torch.save for example, and the file has no others",
                 legal="torch.save(net.state_dict(), path) inside of `with model.whole(rank=0) as net:`; "
                 "sw.save_checkpoint; a file for each rank, which the same rank loads",
