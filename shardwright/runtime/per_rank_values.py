@@ -19,6 +19,8 @@ joined to [32, 10]; losses from 0.0 to 7.0 become their mean 3.5.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,10 +47,27 @@ def shared(output: Tensor, parts: int) -> Tensor:
 
 
 def _divided(x: Tensor, parts: int) -> Tensor:
-    x.register_hook(lambda gradient: gradient / parts)
+    def divide(gradient: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            _warn_of_mean(parts)
+        return gradient / parts
+
+    x.register_hook(divide)
     node: Any = x.grad_fn  # torch's stub has `metadata` as a method
     node.metadata[_SHARED] = True
     return x
+
+
+@functools.cache
+def _warn_of_mean(parts: int) -> None:
+    """Say once that a gradient which is differentiated again, such as that of an input in a gradient penalty, is one of
+    the mean of the ranks' losses: of a loss that is a sum over rows it is too small."""
+    warnings.warn(
+        f"create_graph=True of a loss outside of the model, of which each of {parts} ranks has its own: the gradients "
+        f"are those of the losses' mean, 1/{parts} of this rank's own. They are those of one device where the loss is "
+        'a mean over rows. Of a sum over rows, as in a gradient penalty: dataset_strategy("full_batch")',
+        stacklevel=2,
+    )
 
 
 def leading_on(x: Tensor, parts: int) -> Tensor:

@@ -83,10 +83,22 @@ def a_model_of_another_models_rows(mode: str) -> Callable[[int, int], None]:
     return scenario
 
 
+def a_gradient_that_is_differentiated_again(rank: int, world: int) -> None:
+    """The gradient of a mean over rows is that of one device; a line says that one of a sum is not."""
+    net, x = nn.Sequential(nn.Linear(6, 5, dtype=D), nn.Tanh(), nn.Linear(5, 1, dtype=D)), torch.randn(8, 6, dtype=D)
+    one, whole, mine = copy.deepcopy(net), x.clone().requires_grad_(), x.chunk(world)[rank].clone().requires_grad_()
+    (expected,) = torch.autograd.grad(one(whole).mean(), whole, create_graph=True)
+    loss = parallel(net, "data_parallel")(mine).mean()
+    with pytest.warns(UserWarning, match=r"1/4 of this rank's own(.|\n)*full_batch"):
+        (made,) = torch.autograd.grad(loss, mine, create_graph=True)
+    close([made.detach()], [expected.detach().chunk(world)[rank]])
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_losses_on_ranks() -> None:
     cases = (a_loss_inside_is_whole_and_one_outside_is_each_ranks_own, a_model_of_another_models_rows)
     modes = ("semi_auto", "data_parallel", "dynamic_programming")
     scenarios = {f"{case.__name__} {mode}": case(mode) for case in cases for mode in modes}
     scenarios["chained hybrid"] = a_model_of_another_models_rows("hybrid_parallel")
+    scenarios["a gradient of a gradient"] = a_gradient_that_is_differentiated_again
     all_passed(run_ranks(run_scenarios, WORLD, scenarios))
