@@ -265,7 +265,7 @@ def leanest_by_prices(
     budget = current()
     while enough > max((1.0 + APART) * least, target):
         budget.tell()
-        trial = (least + enough) / 2 if bold else (1.0 - APART / 2) * enough
+        trial = max((least + enough) / 2 if bold else (1.0 - APART / 2) * enough, target)
         splicer = Splicer(problem, replace(rows, limit=trial))
         found = next(
             (
@@ -485,7 +485,10 @@ class _PricedSearch:
             exact = isinstance(self.pricing, Pricing) and self.pricing.work <= QUICK
             pricing = Pricing.of(free, self.rows) if exact else None
             if pricing is not None:
-                found = leanest_by_prices(free, self.rows, pricing, low, limit=self.rows.limit * (1.0 + APART / 4))
+                limit, known = self.rows.limit, list(self.known.values())
+                found = leanest_by_prices(
+                    free, self.rows, pricing, low, known, target=limit, limit=limit * (1.0 + APART / 4)
+                )
                 self.least = max(low, found.least * (1.0 - ROUNDING))
                 may = self.least <= self.rows.limit
             else:

@@ -200,9 +200,7 @@ class Messages:
             share = 1.0 / max(len(behind_side.nodes), many, 1)
             if many:
                 ahead_side.outgoing = (share * theta - ahead_side.incoming).astype(self.dtype, copy=False)
-                sent = np.repeat(ahead_side.outgoing.T, ahead_side.counts, axis=1)
-                sent += ahead_side.tables
-                message = sent.min(axis=0)
+                message = _message(ahead_side.outgoing.T, ahead_side.counts, ahead_side.tables)
                 start = 0
                 for u, row, end in zip(ahead_side.nodes.tolist(), ahead_side.rows, ahead_side.ends):
                     side, part = sides[u][1 - to], message[start:end]
@@ -256,6 +254,27 @@ class Messages:
                 a.incoming, a.outgoing = b.incoming[:, states], b.outgoing[:, states]
         out.bound, out._retained, out._swept = self.bound, list(self._retained), self._swept
         return out
+
+
+ROWS = 2**17  # entries of sums made at once by `Messages`: 512 KiB of float32; measured
+
+
+def _message(outgoing: np.ndarray, counts: np.ndarray, tables: np.ndarray) -> np.ndarray:
+    """min_s outgoing(s, neighbour) + tables(s, t), for the states t of all neighbours side by side.
+
+    Args:
+        outgoing: by own state and neighbour.
+        counts: by neighbour, the number of its states.
+        tables: (own states, all states of the neighbours).
+    """
+    many, message = max(1, ROWS // max(1, tables.shape[1])), None
+    for first in range(0, len(tables), many):
+        sent = np.repeat(outgoing[first : first + many], counts, axis=1)
+        sent += tables[first : first + many]
+        least = sent.min(axis=0)
+        message = least if message is None else np.minimum(message, least, out=message)
+    assert message is not None
+    return message
 
 
 # -- colour by colour --

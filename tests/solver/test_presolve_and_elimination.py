@@ -9,7 +9,7 @@ from cost_graphs import SHAPES, assignments, held_most, layered, random_energy, 
 from hypothesis import assume, given, settings, strategies as st
 
 from shardwright.errors import PlanError
-from shardwright.solver import elimination
+from shardwright.solver import elimination, tree_reweighted
 from shardwright.solver.anytime import descend
 from shardwright.solver.elimination import Script, eliminate, elimination_order
 from shardwright.solver.lagrangian import bound_of
@@ -176,6 +176,22 @@ def test_sweeps(problem, iterations):
     for states in assignments(whole):
         if whole.cost(states) <= truth:
             assert all(mark[s] for mark, s in zip(messages.alive, states))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 60])
+def test_sums_that_are_made_in_parts_give_the_same_messages(rows, monkeypatch):
+    """A large table is read a few rows at a time, which stay in the cache."""
+    problem = random_energy(5, "dense", 12, 6, whole=False)
+    whole, parts = Messages(problem), Messages(problem)
+    for _ in range(3):
+        whole.sweep()
+    monkeypatch.setattr(tree_reweighted, "ROWS", rows)
+    for _ in range(3):
+        parts.sweep()
+    received = parts.received()
+    assert parts.bound == whole.bound and all(
+        np.array_equal(message, received[pair]) for pair, message in whole.received().items()
+    )
 
 
 def test_sweeps_go_on_with_fewer_states():
