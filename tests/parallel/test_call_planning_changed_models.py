@@ -367,7 +367,7 @@ def results() -> dict[str, list[str | None]]:
     found: dict[str, list[str | None]] = {}
     for world in (2, 4):
         mine = {name: scenario for name, scenario in SCENARIOS.items() if (name in ON_FOUR) == (world == 4)}
-        by_rank = run_ranks(run_scenarios, world, mine, captured=True)
+        by_rank = run_ranks(run_scenarios, world, mine)
         found |= {name: [texts[name] for texts in by_rank] for name in mine}
     return found
 
