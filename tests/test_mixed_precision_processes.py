@@ -364,7 +364,7 @@ def results(world: int) -> dict[str, str | None]:
     """The message of every scenario on the first rank that it fails on."""
     if "compiles" in SCENARIOS[world]:  # what a compiled forward and backward import is imported here, not in each rank
         torch.compile(torch.relu, backend="aot_eager")(torch.ones(1, requires_grad=True))
-    reported = run_ranks(run_scenarios, world, SCENARIOS[world], captured=True)
+    reported = run_ranks(run_scenarios, world, SCENARIOS[world])
     return {
         name: next((f"rank {r}:\n{of[name]}" for r, of in enumerate(reported) if of[name] is not None), None)
         for name in SCENARIOS[world]

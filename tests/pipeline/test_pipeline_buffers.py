@@ -175,7 +175,7 @@ def scenarios(world: int) -> dict[str, Callable]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_on_processes(world: int) -> None:
-    all_passed(run_ranks(run_scenarios, world, scenarios(world), captured=True))
+    all_passed(run_ranks(run_scenarios, world, scenarios(world)))
 
 
 @pytest.mark.parametrize("habit", HABITS, ids=lambda f: f.__name__)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import time
-from unittest import mock
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from torch import nn
-
-import shardwright as sw
 
 
 def in_turn(rank: int, world: int) -> dict[str, str | None]:
@@ -45,21 +41,3 @@ def test_ranks_return_their_results() -> None:
     both = ranks.run_ranks(lambda rank, world: ranks.run_scenarios(rank, world, {"both fail": both_fail}), 2)
     with pytest.raises(AssertionError, match="both fail:\n(.|\n)*rank 0 has no data(.|\n)*rank 1 has no data"):
         ranks.all_passed(both)
-
-
-def two_models(rank: int, world: int) -> dict[str, str | None]:
-    scenarios = {f"{width} columns": lambda *_, width=width: follows(width) for width in (4, 8)}
-    return ranks.run_scenarios(rank, world, scenarios)
-
-
-def follows(width: int) -> None:
-    sw.init()
-    model = sw.AutoParallel(nn.Linear(width, 4), nn.MSELoss()).dataset_strategy("full_batch")
-    with mock.patch.object(torch.export, "export", wraps=torch.export.export) as export:
-        model(torch.ones(2, width), torch.ones(2, 4)).backward()
-    assert not export.called, "a rank has exported a model"
-
-
-def test_models_of_ranks_follow_captures_of_this_process() -> None:
-    ranks.all_passed(ranks.run_ranks(two_models, 2, captured=True))
-    assert not dist.is_initialized()

@@ -483,7 +483,7 @@ def results() -> list[dict[str, str | None]]:
     ONE[:] = [dropped_on_one_device()]
     # The imports of a compiler, and of its partitioner: once here, and not in every rank.
     torch.compile(torch.relu, backend="aot_eager")(torch.ones(1, requires_grad=True))
-    return run_ranks(on_four_ranks, WORLD, captured=True)
+    return run_ranks(on_four_ranks, WORLD)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

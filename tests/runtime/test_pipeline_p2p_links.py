@@ -181,7 +181,7 @@ def test_no_schedule_hangs(world: int) -> None:
             scenarios[f"{scheduler}, {order}, two ranks a stage"] = partial(
                 modelled, scheduler=scheduler, order=order, stages=2
             )
-    all_passed(run_ranks(_on_ranks, world, scenarios, captured=True))
+    all_passed(run_ranks(_on_ranks, world, scenarios))
 
 
 def _on_ranks(rank: int, world: int, scenarios: dict[str, Callable[[int, int], Any]]) -> dict[str, str | None]:

@@ -17,12 +17,10 @@ import socket
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -54,32 +52,18 @@ class RankFailed(AssertionError):
     """A rank raised, died or did not finish in time; the message holds its traceback."""
 
 
-class Captured(BaseException):
-    """The end of a scenario that runs for the capture of its first model alone."""
-
-
-#: True while scenarios run for their captures alone.
-_CAPTURES_ALONE = [False]
-
-
-def run_ranks(
-    fn: Callable[..., Any], world: int, *args: Any, timeout: float = PATIENCE, captured: bool = False
-) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = PATIENCE) -> list[Any]:
     """Run ``fn(rank, world, *args)`` on `world` ranks of a Gloo group; each rank's result, by rank.
 
     Args:
         fn: runs in the rank's process; what it returns must be picklable.
         world: the number of ranks.
         timeout: seconds for all of it.
-        captured: True where `fn` runs scenarios, and models of ranks are to follow captures of this process. A scenario
-            then runs up to its first capture before the ranks are forked. Otherwise every rank exports by itself.
 
     Raises:
         RankFailed: with the traceback of the rank that failed first, or where those stand that hang.
     """
     load_what_a_capture_needs()
-    if captured:
-        capture_first_models(fn, world, *args)
     context = multiprocessing.get_context("fork")
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
@@ -136,33 +120,6 @@ def load_what_a_capture_needs() -> None:
         import_module(module)
 
 
-def capture_first_models(fn: Callable[..., Any], world: int, *args: Any) -> None:
-    """Run scenarios up to their first captures, as rank 0 of a group that sends nothing."""
-    from collective_log import rank_of_eight
-
-    from shardwright.parallel.graph_cache import GraphCache
-
-    graphs = GraphCache.graphs
-
-    def captured(*given: Any) -> None:
-        graphs(*given)
-        raise Captured
-
-    with (
-        mock.patch.object(GraphCache, "graphs", captured),
-        torch.random.fork_rng(),
-        warnings.catch_warnings(),
-        rank_of_eight(rank=0, world=world),
-    ):
-        warnings.simplefilter("ignore")
-        _CAPTURES_ALONE[0] = True
-        try:
-            fn(0, world, *args)
-        finally:
-            _CAPTURES_ALONE[0] = False
-    gc.collect()
-
-
 def _where(rank: int, process: Any, file: Any, until: float) -> str:
     """The lines at which the threads of a rank stand, if it says so until then."""
     os.kill(process.pid, signal.SIGUSR1)
@@ -178,21 +135,15 @@ def run_scenarios(rank: int, world: int, scenarios: dict[str, Callable[[int, int
     results: dict[str, str | None] = {}
     for name, function in scenarios.items():
         torch.manual_seed(0)
-        results[name] = _failure(function, rank, world)
-        if _CAPTURES_ALONE[0]:
-            continue
+        try:
+            function(rank, world)
+            results[name] = None
+        except BaseException:
+            results[name] = traceback.format_exc()
         gc.collect()
         gc.freeze()  # a search for optimizers walks all objects that are not frozen
         _meet(rank, world, name, results[name])
     return results
-
-
-def _failure(function: Callable[[int, int], None], rank: int, world: int) -> str | None:
-    try:
-        function(rank, world)
-    except BaseException:
-        return traceback.format_exc()
-    return None
 
 
 def _meet(rank: int, world: int, name: str, failure: str | None) -> None:

@@ -126,7 +126,7 @@ def on_ranks(rank: int, world: int) -> dict[str, str | None]:
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, str | None]]:
-    return run_ranks(on_ranks, WORLD, captured=True)
+    return run_ranks(on_ranks, WORLD)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -126,7 +126,7 @@ def on_ranks(rank: int, world: int) -> dict[str, str | None]:
 def results() -> dict[int, list[dict[str, str | None]]]:
     # The imports of a compiler, and of its partitioner: once here, and not in every rank.
     torch.compile(torch.relu, backend=COMPILER)(torch.ones(1, requires_grad=True))
-    return {world: run_ranks(on_ranks, world, captured=True) for world in sorted({case[0] for case in CASES.values()})}
+    return {world: run_ranks(on_ranks, world) for world in sorted({case[0] for case in CASES.values()})}
 
 
 @pytest.mark.parametrize("name", CASES)

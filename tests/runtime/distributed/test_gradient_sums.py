@@ -557,7 +557,7 @@ def results() -> dict[int, list[dict[str, str | None]]]:
     net = stack()
     sw.init(devices=2)
     sw.AutoParallel(net, nn.MSELoss())(*BATCHES[0]).backward()  # what a first capture loads, before the fork
-    return {world: run_ranks(run_scenarios, world, scenarios, captured=True) for world, scenarios in SCENARIOS.items()}
+    return {world: run_ranks(run_scenarios, world, scenarios) for world, scenarios in SCENARIOS.items()}
 
 
 @pytest.mark.parametrize(("name", "world"), [(name, world) for world, names in SCENARIOS.items() for name in names])

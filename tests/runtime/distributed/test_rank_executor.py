@@ -581,7 +581,7 @@ def warm() -> None:
 
 @pytest.fixture(scope="module")
 def results(warm) -> list[dict[str, str | None]]:
-    return run_ranks(run_scenarios, 4, SCENARIOS, captured=True)
+    return run_ranks(run_scenarios, 4, SCENARIOS)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -433,7 +433,7 @@ def on_a_library(rank: int, world: int) -> Any:
 
 @pytest.mark.parametrize("world", [4, 2])
 def test_numbers_are_those_of_one_device(world: int) -> None:
-    all_passed(run_ranks(on_a_library, world, captured=True))
+    all_passed(run_ranks(on_a_library, world))
 
 
 # -- halos -------------------------------------------------------------------------------------------------------------

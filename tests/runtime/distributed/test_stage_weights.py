@@ -244,8 +244,8 @@ def on_ranks(rank: int, world: int, scenarios: dict[str, Callable[[int, int], An
 def test_numbers_are_those_of_one_device() -> None:
     # The imports of a compiler, and of its partitioner: once here, and not in every rank.
     torch.compile(torch.relu, backend="aot_eager")(torch.ones(1, requires_grad=True))
-    all_passed(run_ranks(on_ranks, 4, SCENARIOS, captured=True))
+    all_passed(run_ranks(on_ranks, 4, SCENARIOS))
 
 
 def test_numbers_with_further_replicas_are_those_of_one_device() -> None:
-    all_passed(run_ranks(on_ranks, 8, HALVES, captured=True))
+    all_passed(run_ranks(on_ranks, 8, HALVES))
