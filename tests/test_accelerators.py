@@ -195,3 +195,4 @@ def test_the_default_device_may_be_set_and_taken_back() -> None:
     torch.set_default_device("meta")
     torch.set_default_device(None)
     assert default_device() == torch.device("cpu"), "torch 2.9's own function raises here"
+    vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)

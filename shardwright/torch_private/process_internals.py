@@ -63,13 +63,20 @@ def number_of_groups() -> int:
     return d._world.group_count if "group_count" in d._hash_ranks_to_str.__code__.co_names else len(d._world.pg_names)
 
 
-def without_names(mesh: MeshT) -> MeshT:
+def without_names(mesh: MeshT, world: int) -> MeshT:
     """A device mesh that was just made, without names of its axes: torch makes one of several groups with names alone.
 
     The mesh itself has lost them. Its hash, which counts them, is made anew where it was made already.
+
+    Args:
+        mesh: the mesh.
+        world: the number of default process groups before the current one. Meshes of two of them are not equal, as
+            those of two threads are not.
     """
     setattr(mesh, "_mesh_dim_names" if hasattr(mesh, "_mesh_dim_names") else "mesh_dim_names", None)
-    setattr(mesh, "_hash", None)  # noqa: B010  an attribute that types do not know
+    if world:
+        setattr(mesh, "_thread_id", -world)  # noqa: B010  attributes that types do not know
+    setattr(mesh, "_hash", None)  # noqa: B010
     return mesh
 
 

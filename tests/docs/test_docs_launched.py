@@ -17,6 +17,12 @@ from ranks import PATIENCE
 PAGES = ("learn/five-minutes.md", "how-to/resume-elsewhere.md")
 
 
+#: Lines of other builds of torch: of Gloo in torch 2.9, and a warning of a build for GPUs on a machine without one.
+OTHER_BUILDS = re.compile(
+    r"^(\[Gloo\] .*|.*RuntimeWarning: the ranks compute on the CPU.*\n  return .*)\n", re.MULTILINE
+)
+
+
 def launched(words: list[str], folder: Path) -> None:
     """Run a command ``shardwright run ...`` in a folder."""
     command = [sys.executable, "-m", "shardwright", *words]
@@ -38,7 +44,8 @@ def test_a_script_prints_what_its_page_shows(page: str, tmp_path: Path) -> None:
         if program == "shardwright":
             launched(words, tmp_path)
         else:
-            assert program == "cat" and (tmp_path / words[0]).read_text(encoding="utf-8") == shown
+            printed = (tmp_path / words[0]).read_text(encoding="utf-8")
+            assert program == "cat" and re.sub(OTHER_BUILDS, "", printed) == shown
 
 
 @pytest.mark.long

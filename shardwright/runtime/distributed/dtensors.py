@@ -114,15 +114,15 @@ def to_dtensor(local: Tensor, layout: Layout, shape: tuple[int, ...], groups: Pr
     digits += [(d, Replicate()) for d in layout.replicas]
     kind = local.device.type
     several = [groups.of((digit,)) for digit, _ in digits]
-    names = tuple(f"{axis}#{earlier_worlds() + 1}" for axis in range(max(len(several), 1)))
+    names = tuple(map(str, range(max(len(several), 1))))
     if len(several) < 2:
         mesh = DeviceMesh.from_group(several[0] if several else groups.of(()), kind, mesh_dim_names=names)
     else:
         ranks = _ranks(groups.base, [digit for digit, _ in digits])
         mesh = DeviceMesh.from_group(several, kind, mesh=ranks, mesh_dim_names=names)
-    # A mesh of an earlier default group would equal one without names, and torch's cached results of operators lie on
-    # the mesh that came first.
-    mesh = mesh if earlier_worlds() else without_names(mesh)
+    # A mesh of an earlier default group must not be equal: torch caches results of operators on the mesh that came
+    # first.
+    mesh = without_names(mesh, earlier_worlds())
     if not digits:  # one device
         return DTensor.from_local(local, mesh, [Replicate()], run_check=False)
     stride = torch.empty(shape, device="meta").stride()
