@@ -109,6 +109,7 @@ _INSTEAD = {
     "not a known type": "tensors, numbers, strings and None, in tuples, lists, dicts, or as attributes of an object",
     "numpy() is not supported": "torch's own operators in the place of numpy's; numpy in a torch.library.custom_op "
     "with a sw.rule",
+    "torch._C.Generator": "the same operator without generator=, which draws by the seed of the process",
     "uninitialized parameter": "one call of the plain model before it is wrapped, which gives lazy modules their sizes",
 }
 
@@ -549,6 +550,8 @@ def _captured(
             problem += "data-dependent: no tensor has values before the program runs"
         elif "numpy() is not supported" in first:
             problem = "the forward makes a numpy array of a tensor, and no tensor has values before the program runs"
+        elif "torch._C.Generator" in first:  # torch 2.9 exports no call with one
+            problem = "an operator draws from a torch.Generator, whose state a program neither keeps nor begins anew"
         raise CaptureError(
             f"the model cannot be captured: {problem}",
             source=user_frame(frames) or calling_line(),

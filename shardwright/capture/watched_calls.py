@@ -249,6 +249,8 @@ def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
             source=calling_line(),
             legal="F.one_hot(x, num_classes=…)",
         )
+    if not _ONE_HOT_IS_SEEN:
+        return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
     return _PLAIN_ONE_HOT(tensor, num_classes)
 
 
@@ -291,6 +293,8 @@ def _ctc_loss(
 
 
 _PLAIN_ONE_HOT: Callable[..., torch.Tensor] = functional.one_hot
+#: False for torch 2.9, whose `one_hot` takes a number out of a tensor.
+_ONE_HOT_IS_SEEN = tuple(int(part) for part in torch.__version__.split(".")[:2]) > (2, 9)
 
 #: Functions of torch that look at values of tensors, and the functions in their places while a model is captured.
 _WITHOUT_VALUES: tuple[tuple[object, str, object], ...] = (

@@ -81,9 +81,9 @@ REFUSED = {
     in_a_fork: r"calls fork_rng\(\)",
     in_a_fork_by_another_name: r"calls fork_rng\(\)",
     drawn_twice: r"calls set_rng_state\(\)",
-    of_a_generator: r"aten\.rand\.generator draws from a torch\.Generator",
-    of_a_generator_with_a_rule: r"aten\.bernoulli\.default draws from a torch\.Generator",
-    of_a_generator_in_place: r"aten\.normal_\.default draws from a torch\.Generator",
+    of_a_generator: r"(aten\.rand\.generator|an operator) draws from a torch\.Generator",
+    of_a_generator_with_a_rule: r"(aten\.bernoulli\.default|an operator) draws from a torch\.Generator",
+    of_a_generator_in_place: r"(aten\.normal_\.default|an operator) draws from a torch\.Generator",
 }
 
 

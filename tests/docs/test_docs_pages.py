@@ -79,6 +79,8 @@ def generated(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.filterwarnings("ignore")
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each page in a folder of its own; the rules and planners that it adds are gone after it."""
+    if named(page) == "docs/learn/gpus.md" and torch.__version__ < "2.10":
+        pytest.skip("the page says that torch 2.9 lacks an option")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
     monkeypatch.setattr(sys, "path", list(sys.path))

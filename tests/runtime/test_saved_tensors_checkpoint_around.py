@@ -125,7 +125,8 @@ def test_what_is_done_besides_the_result(kind: type[Net]) -> None:
     with pytest.raises(sw.SettingError, match="torch.utils.checkpoint around a parallel model that") as raised:
         checkpoint(model, x, use_reentrant=False)
     assert "sw.recompute(net)" in raised.value.legal
-    model(x).sum().backward()  # without a checkpoint it goes on
+    if torch.__version__ >= "2.10":  # torch 2.9 leaves the hooks of a checkpoint in place that an error has ended
+        model(x).sum().backward()  # without a checkpoint it goes on
 
 
 def test_around_a_pipeline() -> None:
