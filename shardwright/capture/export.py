@@ -109,8 +109,8 @@ _INSTEAD = {
     "not a known type": "tensors, numbers, strings and None, in tuples, lists, dicts, or as attributes of an object",
     "numpy() is not supported": "torch's own operators in the place of numpy's; numpy in a torch.library.custom_op "
     "with a sw.rule",
-    "torch._C.Generator": "the same operator without generator=, which draws by the seed of the process; or the numbers "
-    "as a buffer or an input",
+    "torch._C.Generator": "the same operator without generator=, which draws by the seed of the process; or the "
+    "numbers as a buffer or an input",
     "uninitialized parameter": "one call of the plain model before it is wrapped, which gives lazy modules their sizes",
 }
 
