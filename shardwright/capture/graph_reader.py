@@ -15,6 +15,7 @@ Example, where ``self.mm`` is a marked `torch.matmul` and h [32, 8] is its resul
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -55,6 +56,9 @@ from .source_lines import module_path, source_of
 __all__ = ["GraphReader", "MarkUse", "bare"]
 
 aten = torch.ops.aten
+
+#: Operators without a result that check values of tensors.
+_CHECKS = (aten._assert_async.default, aten._assert_async.msg)
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _OWNERS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
@@ -300,6 +304,10 @@ class GraphReader(InPlaceReader):
                 self.args, self.kwargs = self.nodes.arguments(node, self.grad, self.casting)
                 self.tensor_nodes = []
                 self.overload(node, target)
+            elif target in _CHECKS:
+                place = self.nodes.line(node) or node.name
+                text = f"{place}: torch._assert_async is left out: a planned program checks no values of tensors"
+                warnings.warn(text, stacklevel=1)
         elif target is operator.getitem:
             source, number = node.args
             assert isinstance(source, torch.fx.Node) and isinstance(number, int)
