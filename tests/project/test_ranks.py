@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import socket
 import time
 
 import pytest
@@ -41,3 +43,21 @@ def test_ranks_return_their_results() -> None:
     both = ranks.run_ranks(lambda rank, world: ranks.run_scenarios(rank, world, {"both fail": both_fail}), 2)
     with pytest.raises(AssertionError, match="both fail:\n(.|\n)*rank 0 has no data(.|\n)*rank 1 has no data"):
         ranks.all_passed(both)
+
+
+def _meets(rank: int, meeting: socket.socket) -> None:
+    ranks.join_group(rank, 2, meeting, 60)
+    dist.barrier()
+
+
+def test_no_other_process_takes_the_port_before_ranks_meet() -> None:
+    meeting = ranks.meeting_socket()
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(meeting.getsockname(), reuse_port=False)
+    forked = [multiprocessing.get_context("fork").Process(target=_meets, args=(r, meeting)) for r in range(2)]
+    for process in forked:
+        process.start()
+    meeting.close()
+    for process in forked:
+        process.join(ranks.PATIENCE)
+    assert [process.exitcode for process in forked] == [0, 0]

@@ -65,18 +65,17 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = P
     """
     load_what_a_capture_needs()
     context = multiprocessing.get_context("fork")
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
+    meeting = meeting_socket()
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     stands = [tempfile.TemporaryFile("w+") for _ in range(world)]  # noqa: SIM115  closed below
     ranks = [
-        context.Process(target=_rank, args=(r, world, port, timeout, pipes[r][1], stands[r], fn, args), daemon=True)
+        context.Process(target=_rank, args=(r, world, meeting, timeout, pipes[r][1], stands[r], fn, args), daemon=True)
         for r in range(world)
     ]
     for process, (_, sender) in zip(ranks, pipes):
         process.start()
         sender.close()
+    meeting.close()
     results: dict[int, Any] = {}
     waiting = {pipes[r][0]: r for r in range(world)}
     deadline = time.monotonic() + timeout
@@ -111,6 +110,28 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = P
             receiver.close()
         for file in stands:
             file.close()
+
+
+def meeting_socket() -> socket.socket:
+    """The socket at which ranks that are forked later meet, already listening. Another process may take a port that is
+    only looked up, before rank 0 listens there. The other ranks then wait for rank 0 until the timeout."""
+    return socket.create_server(("127.0.0.1", 0), backlog=128)
+
+
+def join_group(rank: int, world: int, meeting: socket.socket, timeout: float) -> None:
+    """In a forked rank, join the Gloo group whose store rank 0 serves at `meeting`.
+
+    Args:
+        rank, world: of the group.
+        meeting: as `meeting_socket` made it, before the fork. The process that forks closes its own after the fork.
+        timeout: seconds of a collective.
+    """
+    port, limit = meeting.getsockname()[1], timedelta(seconds=timeout)
+    served = meeting.detach() if rank == 0 else None
+    if served is None:
+        meeting.close()
+    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, limit, master_listen_fd=served)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
 
 
 @functools.cache
@@ -174,7 +195,7 @@ def all_passed(results: list[dict[str, str | None]]) -> None:
 
 
 def _rank(
-    rank: int, world: int, port: int, timeout: float, sender: Any, stands: Any, fn: Callable, args: tuple
+    rank: int, world: int, meeting: socket.socket, timeout: float, sender: Any, stands: Any, fn: Callable, args: tuple
 ) -> None:
     code = 0
     faulthandler.register(signal.SIGUSR1, file=stands)
@@ -187,16 +208,10 @@ def _rank(
             WORLD_SIZE=str(world),
             LOCAL_RANK=str(rank),
             MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
+            MASTER_PORT=str(meeting.getsockname()[1]),
             LOCAL_WORLD_SIZE=str(world),
         )
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=timeout),
-        )
+        join_group(rank, world, meeting, timeout)
         value = fn(rank, world, *args)
         dist.barrier()  # nobody closes a connection that another still reads
         sender.send_bytes(_packed(False, value))

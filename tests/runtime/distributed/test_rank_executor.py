@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import forked_python
@@ -21,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from one_device import close, squares
 from paths import SCRIPTS
-from ranks import PATIENCE, run_ranks, run_scenarios
+from ranks import PATIENCE, join_group, meeting_socket, run_ranks, run_scenarios
 from small_networks import Apply, D, Marked, draw, labels
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -620,11 +619,9 @@ def test_on_six_ranks(warm) -> None:
 # -- a rank that dies --------------------------------------------------------------------------------------------------
 
 
-def train_until_one_dies(rank: int, world: int, port: int) -> None:
+def train_until_one_dies(rank: int, world: int, meeting: socket.socket) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=timedelta(hours=1)
-    )
+    join_group(rank, world, meeting, 3600)
     net = Marked(((world, 1), (1, 1)), None, ((1, world), (world, 1)))
     model = wrapped(net, CROSS_ENTROPY)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -637,12 +634,11 @@ def train_until_one_dies(rank: int, world: int, port: int) -> None:
 
 def test_when_a_rank_dies_the_others_end(warm) -> None:
     context = multiprocessing.get_context("fork")
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    ranks = [context.Process(target=train_until_one_dies, args=(r, 2, port), daemon=True) for r in range(2)]
+    meeting = meeting_socket()
+    ranks = [context.Process(target=train_until_one_dies, args=(r, 2, meeting), daemon=True) for r in range(2)]
     for process in ranks:
         process.start()
+    meeting.close()
     try:
         ranks[1].join(PATIENCE)
         assert ranks[1].exitcode == 3

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from collective_log import rank_of_eight
 from hypothesis import given, strategies as st
-from ranks import let_others_finish, load_what_a_capture_needs
+from ranks import join_group, let_others_finish, load_what_a_capture_needs, meeting_socket
 from small_networks import D, draw, labels
 from torch import nn
 
@@ -637,15 +636,13 @@ def test_a_call_before_the_backward_of_the_last_one_meets_and_is_judged(calls, t
 # -- how scenarios run -------------------------------------------------------------------------------------------------
 
 
-def on_a_rank(rank: int, name: str, port: int, log: Path) -> None:
+def on_a_rank(rank: int, name: str, meeting: Any, log: Path) -> None:
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115  the test runner has another one in its place
     let_others_finish()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=300)
-    )
+    join_group(rank, WORLD, meeting, 300)
     SCENARIOS[name](rank)
 
 
@@ -677,15 +674,14 @@ class Waves(dict):
 
 def start(name: str, folder: Path) -> list[Any]:
     context = multiprocessing.get_context("fork")
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
+    meeting = meeting_socket()
     ranks = [
-        context.Process(target=on_a_rank, args=(r, name, port, folder / f"{name}_{r}"), daemon=True)
+        context.Process(target=on_a_rank, args=(r, name, meeting, folder / f"{name}_{r}"), daemon=True)
         for r in range(WORLD)
     ]
     for process in ranks:
         process.start()
+    meeting.close()
     return ranks
 
 
