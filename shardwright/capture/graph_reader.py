@@ -29,7 +29,7 @@ from ..graph import Graph, Master, Op, Value, argument_names, leaves, map_values
 from ..identity_tables import IdentityMap, IdentitySet
 from ..rules.normalization import without_side_effects
 from ..rules.recurrent import layer_by_layer, without_dropout
-from ..torch_private import FakeTensor, OpOverload, schema_of
+from ..torch_private import FakeTensor, OpOverload, operators, schema_of
 from .annotations import MARK, Operator
 from .graph_template import GraphTemplate, Step
 from .hybrid_models import refused_collective
@@ -58,7 +58,7 @@ __all__ = ["GraphReader", "MarkUse", "bare"]
 aten = torch.ops.aten
 
 #: Operators without a result that check values of tensors.
-_CHECKS = (aten._assert_async.default, aten._assert_async.msg)
+_CHECKS = operators("_assert_async.default", "_assert_async.msg")
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _OWNERS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
@@ -306,7 +306,8 @@ class GraphReader(InPlaceReader):
                 self.overload(node, target)
             elif target in _CHECKS:
                 place = self.nodes.line(node) or node.name
-                text = f"{place}: torch._assert_async is left out: a planned program checks no values of tensors"
+                check = f"torch.{target.overloadpacket.__name__}"
+                text = f"{place}: {check} is left out: a planned program checks no values of tensors"
                 warnings.warn(text, stacklevel=1)
         elif target is operator.getitem:
             source, number = node.args

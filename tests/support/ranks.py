@@ -119,7 +119,7 @@ def meeting_socket() -> socket.socket:
 
 
 def join_group(rank: int, world: int, meeting: socket.socket, timeout: float) -> None:
-    """In a forked rank, join the Gloo group whose store rank 0 serves at `meeting`.
+    """Join the Gloo group whose store rank 0 serves at `meeting`, in a forked rank.
 
     Args:
         rank, world: of the group.
