@@ -75,6 +75,7 @@ from .process_internals import (
     computation,
     default_store,
     group_timeout,
+    lost_names,
     number_of_groups,
     schedule_without_transfers,
     without_names,
@@ -104,11 +105,11 @@ __all__ = [
     "buffer_table", "called_above_autograd", "code_written_late", "computation", "default_store", "demand",
     "direct_apply", "exporting", "foreach_edits", "forward_hook_tables", "fused_optimizers", "gradient_hooks",
     "group_timeout", "hook_tables", "hooks_of", "hooks_of_all_modules", "in_place_of_checkpoint", "is_part", "is_view",
-    "layouts_unrecorded", "local_tensor", "module_table", "move_gradient_hooks", "number_of_groups", "operators",
-    "overload_name", "overload_of", "parameter_table", "part_tables", "recurrent_states", "recurrent_weights",
-    "register_node", "schedule_without_transfers", "schema_of", "set_local_tensor", "shell", "spec_of", "stack_lines",
-    "storage_id", "take_comparisons", "torch_function", "untraced", "use_foreach", "version_of", "vmap_function",
-    "without_cudnn", "without_names", "worker_processes",
+    "layouts_unrecorded", "local_tensor", "lost_names", "module_table", "move_gradient_hooks", "number_of_groups",
+    "operators", "overload_name", "overload_of", "parameter_table", "part_tables", "recurrent_states",
+    "recurrent_weights", "register_node", "schedule_without_transfers", "schema_of", "set_local_tensor", "shell",
+    "spec_of", "stack_lines", "storage_id", "take_comparisons", "torch_function", "untraced", "use_foreach",
+    "version_of", "vmap_function", "without_cudnn", "without_names", "worker_processes",
 ]
 # fmt: on
 

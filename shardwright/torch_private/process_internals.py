@@ -28,6 +28,7 @@ __all__ = [
     "computation",
     "default_store",
     "group_timeout",
+    "lost_names",
     "number_of_groups",
     "schedule_without_transfers",
     "without_names",
@@ -70,14 +71,19 @@ def without_names(mesh: MeshT, world: int) -> MeshT:
 
     Args:
         mesh: the mesh.
-        world: the number of default process groups before the current one. Meshes of two of them are not equal, as
-            those of two threads are not.
+        world: the number of default process groups before the current one. The mesh has a number of a thread that no
+            thread has. So meshes of two groups are not equal, and none equals a mesh of the user's.
     """
     setattr(mesh, "_mesh_dim_names" if hasattr(mesh, "_mesh_dim_names") else "mesh_dim_names", None)
-    if world:
-        setattr(mesh, "_thread_id", -world)  # noqa: B010  attributes that types do not know
+    setattr(mesh, "_thread_id", -1 - world)  # noqa: B010  attributes that types do not know
     setattr(mesh, "_hash", None)  # noqa: B010
     return mesh
+
+
+def lost_names(mesh: object) -> bool:
+    """True for a device mesh that `without_names` has made, or for its copy."""
+    thread = getattr(mesh, "_thread_id", None)
+    return thread is not None and thread < 0
 
 
 def worker_processes(agent: object) -> Any:

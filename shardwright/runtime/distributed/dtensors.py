@@ -27,7 +27,7 @@ from ...capture.annotations import whole_shape
 from ...errors import SettingError
 from ...layout import Digit, Layout
 from ...partition.padded_dims import true_slice
-from ...torch_private import dtensor_handlers, operators, without_names
+from ...torch_private import dtensor_handlers, lost_names, operators, without_names
 from .process_groups import ProcessGroups, earlier_worlds
 
 __all__ = [
@@ -120,8 +120,8 @@ def to_dtensor(local: Tensor, layout: Layout, shape: tuple[int, ...], groups: Pr
     else:
         ranks = _ranks(groups.base, [digit for digit, _ in digits])
         mesh = DeviceMesh.from_group(several, kind, mesh=ranks, mesh_dim_names=names)
-    # A mesh of an earlier default group must not be equal: torch caches results of operators on the mesh that came
-    # first.
+    # No mesh of an earlier default group, and none of the user's, must be equal: torch caches results of operators on
+    # the mesh that came first.
     mesh = without_names(mesh, earlier_worlds())
     if not digits:  # one device
         return DTensor.from_local(local, mesh, [Replicate()], run_check=False)
@@ -141,23 +141,18 @@ def _ranks(first: int, digits: Sequence[Digit]) -> Tensor:
 
 @functools.lru_cache(256)
 def _digits(mesh: DeviceMesh) -> tuple[Digit, ...]:
-    """The digits that the axes of a mesh are; none of a mesh of one rank, or of other ranks than those of digits."""
+    """The digits that the axes of a mesh of `to_dtensor` are; none of a mesh of one rank."""
     ranks = mesh.mesh.to(torch.int)
-    first, count = int(ranks.min()), ranks.numel()
-    if count == 1 or ranks.flatten().sort().values.tolist() != list(range(first, first + count)):
+    if ranks.numel() == 1:
         return ()
-    digits = []
-    for axis, size in enumerate(ranks.shape):
-        row = ranks[(0,) * axis + (slice(None),) + (0,) * (ranks.dim() - axis - 1)].tolist()
-        digits.append(Digit(size, row[1] - row[0] if size > 1 else count))
-    regular = all(digit.stride > 0 for digit in digits) and torch.equal(ranks, _ranks(first, digits))
-    return tuple(digits) if regular else ()
+    rows = (ranks[(0,) * axis + (slice(2),) + (0,) * (ranks.dim() - axis - 1)].tolist() for axis in range(ranks.dim()))
+    return tuple(Digit(size, row[1] - row[0]) for size, row in zip(ranks.shape, rows))
 
 
 def layout_of(tensor: DTensor) -> Layout | None:
     """The layout of a DTensor that `to_dtensor` made, or of an operator's result on such a mesh; None for a foreign
     DTensor."""
-    digits = _digits(tensor.device_mesh)
+    digits = _digits(tensor.device_mesh) if lost_names(tensor.device_mesh) else ()
     if not digits:
         return None
     dims: list[list[Digit]] = [[] for _ in tensor.shape]

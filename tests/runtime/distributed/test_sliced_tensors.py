@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -15,7 +16,8 @@ import torch.distributed as dist
 from one_device import close
 from ranks import run_ranks, run_scenarios
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.utils import _pytree as pytree
@@ -87,6 +89,22 @@ def numbers_are_those_of_the_whole(rank: int, world: int) -> None:
                 close(torch.tensor(number(mine)), torch.tensor(number(whole)))
     total, expected = (torch.stack([p.detach().norm() for p in n.parameters()]).norm().item() for n in (net, one))
     assert abs(total - expected) < 1e-12
+
+
+@scenario
+def a_dtensor_of_the_users_is_in_no_layout_of_a_model(rank: int, world: int) -> None:
+    """Also where torch remembers an operator's result from a tensor of the other kind of the same shape."""
+    net, _, _ = begun()
+    mesh = init_device_mesh("cpu", (world,))
+    theirs, mine = distribute_tensor(torch.ones(16, 8, dtype=D), mesh, [Shard(0)]), net[0].weight.detach()
+    for x in (theirs, theirs + 1):
+        assert dtensors.layout_of(x) is None
+    for y in (mine, mine + 1):
+        assert dtensors.layout_of(y) is not None and y.device_mesh != mesh and y.shape == theirs.shape
+    holder = nn.Module()
+    holder.weight = nn.Parameter(theirs)
+    with pytest.raises(sw.CheckpointError, match="a DTensor that another library made"):
+        sw.save_checkpoint(holder, path=tempfile.gettempdir() + "/never", step=0)
 
 
 @scenario
