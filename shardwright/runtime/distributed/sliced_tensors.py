@@ -208,7 +208,7 @@ class SlicedTensor(DTensor):
         if not self.dim():
             return repr(whole_value(self, "print"))
         local = local_tensor(self).detach()
-        layout = None if self.device_mesh.mesh_dim_names == ELSEWHERE else layout_of(self)
+        layout = layout_of(self)
         if layout is None or layout.is_replicated:
             part = "" if layout is not None else f"a part of {tuple(whole_shape(self))}: "
         else:
