@@ -35,7 +35,7 @@ from shardwright.planning import make_plan
 from shardwright.settings import Settings
 
 #: GB a device, from loose to tight, with float32 weights and Adam. Nothing is known to keep the last of Llama's.
-LIMITS = {"llama": (0, 140, 70, 42, 35), "mixtral": (0, 300, 140, 74, 70), "gpt": (0, 141, 70, 50)}
+LIMITS = {"llama": (0, 140, 70, 42, 35), "mixtral": (0, 300, 140, 80, 74, 70), "gpt": (0, 141, 78, 70, 50)}
 
 
 class Experts(nn.Module):

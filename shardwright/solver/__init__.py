@@ -12,6 +12,7 @@ No module of the solver knows of operators, layouts or devices.
     memory_rows          the moments at which a limit matters; states within the limit, spliced
     lagrangian           a bound by prices of memory
     cutting_planes       the best prices
+    priced_search        the cheapest states within a limit, by these prices
     milp                 the same problem through HiGHS, to test the other solvers against
     search_memory        the bound on the host memory of a search, and its messages
 """

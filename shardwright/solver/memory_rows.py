@@ -32,7 +32,7 @@ With 4 nodes, states (0, 0, 0, 0) and (1, 1, 1, 1) and k = 1, the splices are (0
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -191,11 +191,11 @@ class Rows:
             tuple(arrays),
         )
 
-    def used(self, states: Sequence[int]) -> np.ndarray:
+    def used(self, states: Sequence[int] | np.ndarray) -> np.ndarray:
         """By moment, the memory of the states."""
         return _running(self.first, self.last, self.usage_bytes(states), self.count)
 
-    def usage_bytes(self, states: Sequence[int]) -> np.ndarray:
+    def usage_bytes(self, states: Sequence[int] | np.ndarray) -> np.ndarray:
         """By usage, the memory of the states."""
         chosen = np.asarray(states, np.int64)
         mine, theirs = chosen[self.node], chosen[self.other]
@@ -432,21 +432,34 @@ class Splicer:
         used = self.rows.used(first), self.rows.used(second)
         for a, b in ((one, other), (other, one)):
             costs = self._node_costs.along(a, b) + self._edges.along(a, b)
-            fits = np.ones(len(costs), bool)
+            fits = costs < below
             over = np.maximum(*used) - self.rows.limit
             for row in np.argsort(-over, kind="stable")[:WORST]:
                 if over[row] <= 0 or not fits.any():
                     break
                 fits &= self._spliced_bytes(a, b, int(row)) <= self.rows.limit
-            places = np.flatnonzero(fits & (costs < below))
+            places = np.flatnonzero(fits)
             for k in places[np.argsort(costs[places], kind="stable")[:SPLICED]]:
-                states = [*a[:k].tolist(), *b[k:].tolist()]
-                if self.fits(states):
-                    cost = self.problem.cost(states)
-                    if cost < below:
-                        below, best = cost, (states, cost)
+                mixed = np.concatenate((a[:k], b[k:]))
+                if (self.rows.used(mixed) <= self.rows.limit).all():
+                    below = float(costs[k])
+                    best = mixed.tolist(), below
                     break
         return best
+
+    def evenly(
+        self, first: Sequence[int], second: Sequence[int], parts: int
+    ) -> Iterator[tuple[tuple[int, ...], float]]:
+        """Allowed states that take their nodes up to some node from one assignment and the rest from the other, within
+        the limit or not, and their cost: in either order, the cheapest near each of `parts` - 1 even places."""
+        one, other, count = np.asarray(first, np.int64), np.asarray(second, np.int64), len(first)
+        for a, b in ((one, other), (other, one)):
+            costs = self._node_costs.along(a, b) + self._edges.along(a, b)
+            for part in range(1, parts):
+                low, high = ((4 * part + side) * count // (4 * parts) for side in (-1, 1))
+                place = low + int(costs[low : high + 1].argmin())
+                if np.isfinite(costs[place]):
+                    yield (*a[:place].tolist(), *b[place:].tolist()), float(costs[place])
 
     def _spliced_bytes(self, a: np.ndarray, b: np.ndarray, row: int) -> np.ndarray:
         """By place, the memory at a moment."""

@@ -14,7 +14,7 @@ With a memory limit (`solve_limited`):
 1. Remove states that cannot be chosen, and moments at which the limit cannot be broken (`memory_rows`). With no
    moment left, the problem has no limit.
 2. Where elimination can do the problem at any prices of memory, find the cheapest states by these prices
-   (`cutting_planes`). Where it cannot, and the problem is large, bound by sweeps instead.
+   (`priced_search`). Where it cannot, and the problem is large, bound by sweeps instead.
 3. Otherwise give the limit a price at each moment (`lagrangian`): a bound, and states near the limit.
 4. HiGHS (`milp`) or a local search at these prices makes the best states within the limit out of those that were
    seen.
@@ -48,12 +48,13 @@ from ..errors import PlanError
 from ..garbage_collection import gc_paused, roomy_stack
 from ..identity_tables import IdentitySet
 from .anytime import GRACE, bounded, descend, eliminated, wide, within
-from .cutting_planes import LeastMemory, Searched, costless, leanest_by_prices, priced_search, swept_leanest
+from .cutting_planes import LeastMemory, costless, leanest_by_prices
 from .elimination import Tables, eliminate, elimination_order
 from .lagrangian import Ascent, PricedProblem, Pricing, SweptPricing
 from .memory_rows import Rows, binding
 from .milp import WORK, NoAssignmentError, milp
 from .presolve import consistent, contradiction, interned, reduced, restrict
+from .priced_search import Searched, priced_search, swept_leanest
 from .problem import Problem, Solution, stopping
 from .search_memory import OutOfBudgetError, current, spending
 from .tree_reweighted import Messages

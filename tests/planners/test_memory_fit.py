@@ -142,8 +142,10 @@ def test_a_search_that_ends_with_a_dearer_plan_gives_way(monkeypatch) -> None:
     assert found.bound == min(weak[0].found.bound, found.cost)
 
 
-def test_a_search_that_finds_none_gives_way(monkeypatch) -> None:
+@pytest.mark.parametrize("operators", [0, 600], ids=["a large network", "a small one"])
+def test_a_search_that_finds_none_gives_way(monkeypatch, operators: int) -> None:
     given = case("mlp")
+    monkeypatch.setattr(searching, "RECURSED", operators)
     limit = given.limit(0.5)
 
     def none(*_):
@@ -173,7 +175,7 @@ def test_where_neither_fits_the_least_memory_of_both_is_named() -> None:
     assert given.peak(found) <= least and not fits(given.search, given.free, least)
 
 
-def test_of_a_large_network_the_recursion_is_not_made_within_the_limit(monkeypatch) -> None:
+def test_of_a_large_network_the_recursion_is_made_within_the_limit_where_nothing_else_fits(monkeypatch) -> None:
     given, calls, real = case("mlp"), [], searching.recursion
     monkeypatch.setattr(
         searching, "recursion", lambda search, memory=None, *rest: calls.append(memory) or real(search, memory, *rest)
@@ -185,7 +187,7 @@ def test_of_a_large_network_the_recursion_is_not_made_within_the_limit(monkeypat
         given.of(dynamic_programming, memory=1.0)
     monkeypatch.setattr(searching, "RECURSED", len(given.given[0].ops))
     given.of(dynamic_programming, memory=limit)
-    assert calls == [None, None, None, limit]
+    assert calls == [None, None, 1.0, None, limit]
 
 
 def test_a_limit_is_tried_again_between_what_holds_too_much_and_what_nothing_keeps() -> None:

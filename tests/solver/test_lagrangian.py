@@ -11,12 +11,13 @@ from hypothesis import assume, given, settings, strategies as st
 from work_clock import seconds_of_work
 
 from shardwright.solver import lagrangian
-from shardwright.solver.cutting_planes import _PricedSearch, cheapest, priced_search
+from shardwright.solver.cutting_planes import Prices, cheapest
 from shardwright.solver.elimination import Facts, Tables, eliminate, elimination_order
 from shardwright.solver.lagrangian import Cut, Pricing
 from shardwright.solver.memory_rows import Rows, Splicer, binding
 from shardwright.solver.milp import NoAssignmentError, milp
 from shardwright.solver.presolve import candidates, consistent, merged, reduced, restrict
+from shardwright.solver.priced_search import _PricedSearch, priced_search
 from shardwright.solver.problem import MemoryUsage, Problem
 from shardwright.solver.search_memory import OutOfBudgetError
 from shardwright.solver.solve import solve_limited
@@ -170,6 +171,36 @@ def test_a_splice_is_the_best_of_all_places(problem, seed):
 
 
 @settings(max_examples=25, deadline=None)
+@given(small, st.integers(0, 10**6), st.integers(2, 9))
+def test_even_splices_are_allowed_splices_at_their_cost(problem, seed, parts):
+    bound, rows = priced(problem)
+    rng = np.random.default_rng(seed)
+    a, b = (tuple(int(rng.integers(len(own))) for own in bound.costs) for _ in range(2))
+    mixed = {first[:k] + second[k:] for first, second in ((a, b), (b, a)) for k in range(len(a) + 1)}
+    found = list(Splicer(bound, rows).evenly(a, b, parts))
+    assert len(found) <= 2 * (parts - 1)
+    for states, cost in found:
+        assert states in mixed and cost == pytest.approx(bound.cost(states)) and np.isfinite(cost)
+    if np.isfinite([bound.cost(states) for states in mixed]).all():
+        assert len(found) == 2 * (parts - 1)
+
+
+def test_a_mixture_has_splices_where_they_are_cheaper():
+    """The first two nodes are above the limit in state 0, the others are not: state 1 of the latter is paid for
+    nothing."""
+    amounts = (7.5, 7.5, 5.0, 5.0)
+    uses = tuple(MemoryUsage(v, v // 2, v // 2 + 1, np.array([amount, 2.5])) for v, amount in enumerate(amounts))
+    problem = Problem(tuple(np.array([0.0, cost]) for cost in (1.0, 1.0, 4.0, 4.0)), {}, usages=uses, limit=10.0)
+    rows, values = Rows.of(problem, 2), []
+    cuts = [Cut(states, problem.cost(states), rows.used(states)) for states in ((0,) * 4, (1,) * 4)]
+    for splicer in (None, Splicer(problem, rows)):
+        prices = Prices(2, 10.0, splicer)
+        assert all(prices.add(cut) for cut in cuts) and not prices.add(cuts[0]) and len(prices.cuts) == 2
+        values.append(cheapest([*prices.cuts.values(), *prices.spliced.values()], 10.0, 1e3)[1])
+    assert values == pytest.approx([5.0, 1.0]), "half of each; half of the first and half of (1, 1, 0, 0)"
+
+
+@settings(max_examples=25, deadline=None)
 @given(small)
 def test_a_window_never_makes_it_worse_and_keeps_the_limit(problem):
     bound, rows = priced(problem)
@@ -231,11 +262,14 @@ def test_prices_are_those_of_the_program_over_all_moments(seed, count, moments, 
         for k in range(count)
     ]
     most = 500.0
-    prices, value = cheapest(cuts, limit, most)
+    prices, value, shares = cheapest(cuts, limit, most)
     assert (prices >= 0).all() and prices.sum() * limit <= most * (1 + 1e-6)
     assert min(cut.cost + prices @ (cut.used - limit) for cut in cuts) == pytest.approx(value, rel=1e-6)
-    shares = dual(cuts, limit, most)
-    assert shares == pytest.approx(value, rel=1e-6)
+    assert dual(cuts, limit, most) == pytest.approx(value, rel=1e-6)
+    mixed = sum(share * (cut.used - limit) for share, cut in zip(shares, cuts)) / limit
+    costs = sum(share * cut.cost for share, cut in zip(shares, cuts))
+    assert sum(shares) == pytest.approx(1.0) and (shares >= 0).all()
+    assert costs + most * max(0.0, mixed.max()) == pytest.approx(value, rel=1e-6)
 
 
 def dual(cuts: list[Cut], limit: float, most: float) -> float:

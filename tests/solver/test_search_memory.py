@@ -24,11 +24,11 @@ import shardwright as sw
 from shardwright.errors import SettingError
 from shardwright.launch.progress import time_text
 from shardwright.solver import cutting_planes
-from shardwright.solver.cutting_planes import priced_search
 from shardwright.solver.elimination import Facts, Tables
 from shardwright.solver.lagrangian import Cut, Pricing, SweptPricing
-from shardwright.solver.memory_rows import Rows, binding, period, shorter
+from shardwright.solver.memory_rows import Rows, Splicer, binding, period, shorter
 from shardwright.solver.presolve import consistent
+from shardwright.solver.priced_search import _PricedSearch, priced_search
 from shardwright.solver.problem import MemoryUsage, Problem
 from shardwright.solver.search_memory import OutOfBudgetError, SearchBudget, SearchProgress, free_memory, spending
 from shardwright.solver.solve import least_memory, solve, solve_limited, swept
@@ -39,7 +39,7 @@ ENOUGH = 4e9  # bytes: as good as no limit here
 @pytest.fixture(autouse=True)
 def without_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """No integer programs: what they take depends on the draw."""
-    monkeypatch.setattr(cutting_planes, "MIXED", 0)
+    monkeypatch.setattr("shardwright.solver.priced_search.MIXED", 0)
 
 
 def random_problem(seed: int, nodes: int = 7, limit: float | None = None) -> Problem:
@@ -201,6 +201,26 @@ def test_a_search_by_sweeps_is_as_good_as_one_by_elimination(seed):
     assert found.bound <= exact.cost * (1 + 1e-9)
     assert found.cost <= exact.cost * 1.02
     assert (rows.used(found.states) <= problem.limit).all()
+
+
+def test_where_no_known_states_are_within_the_limit_the_leanest_are(monkeypatch):
+    """A mixture of states may be within the limit although none of the states is (a mixture of experts of 96 layers
+    within 80 GB)."""
+    problem = layers(30)
+    problem = replace(problem, limit=0.85 * most_held(problem))
+    bound, times = binding(consistent(problem).problem)
+    rows, real = Rows.of(bound, len(times)), _PricedSearch.offer
+
+    def offer(search: _PricedSearch, cut: Cut) -> None:
+        if search.least is not None or (cut.used > rows.limit).any():
+            real(search, cut)
+
+    monkeypatch.setattr(_PricedSearch, "offer", offer)
+    monkeypatch.setattr("shardwright.solver.priced_search.DEAR", 99)  # the search of a mixture finds one by itself
+    monkeypatch.setattr(Splicer, "splice", lambda *_: None)
+    monkeypatch.setattr(Splicer, "window", lambda *_: None)
+    found = priced_search(bound, rows, SweptPricing(bound, rows), 1e-3).found
+    assert found is not None and (rows.used(found.states) <= problem.limit).all()
 
 
 class NeverWithin:

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from work_clock import seconds_of_work
 
 from shardwright.errors import PlanError
-from shardwright.solver import cutting_planes, solve
+from shardwright.solver import priced_search, solve
 from shardwright.solver.anytime import wide
 from shardwright.solver.elimination import eliminate, elimination_order
 from shardwright.solver.lagrangian import Ascent, Batched, PricedProblem
@@ -213,7 +213,7 @@ def test_a_part_that_elimination_is_too_large_for_gives_way_to_the_known_states(
     """The search goes on, and refuses nothing that there is (so of a Llama of 32 layers of transformers)."""
     refused = []
 
-    class Large(cutting_planes.Part):
+    class Large(priced_search.Part):
         def __init__(self, problem, rows, alive):
             if len(refused) % 2 == 0:
                 refused.append(alive)
@@ -221,9 +221,9 @@ def test_a_part_that_elimination_is_too_large_for_gives_way_to_the_known_states(
             refused.append(alive)
             super().__init__(problem, rows, alive)
 
-    monkeypatch.setattr(cutting_planes, "Part", Large)
-    monkeypatch.setattr(cutting_planes, "DIRECT", 0)
-    monkeypatch.setattr(cutting_planes, "FEW", 1)  # with all states of all nodes the part would be the whole
+    monkeypatch.setattr(priced_search, "Part", Large)
+    monkeypatch.setattr(priced_search, "DIRECT", 0)
+    monkeypatch.setattr(priced_search, "FEW", 1)  # with all states of all nodes the part would be the whole
     monkeypatch.setattr(solve, "MANY", 10)
     found, best = both(layered(0, 12, 5, tight=1.15))
     sizes = [sum(mark.sum() for mark in alive) for alive in refused]
@@ -331,7 +331,7 @@ def test_highs_is_not_asked_for_the_whole_of_a_large_problem(size, monkeypatch):
     layers within 70 GB by recursive_programming)."""
     asked = []
     monkeypatch.setattr(solve, "_searched", lambda *call: asked.append(call) or None)
-    monkeypatch.setattr(cutting_planes, "MIXED", 0)
+    monkeypatch.setattr(priced_search, "MIXED", 0)
     problems = [layered(6, 4, 3, tight=1.15), layered(7, 4, 3, tight=1.05)]  # the second: no states are known
     truth = oracle(problems[0])
     with pytest.raises(InfeasibleMemoryError):
