@@ -141,7 +141,7 @@ def cheapest(cuts: Sequence[Cut], limit: float, most: float) -> tuple[np.ndarray
 
 
 def ascend(
-    pricing: Priced | _InUnits,
+    pricing: Priced | InUnits,
     prices: Prices,
     *,
     cap: float,
@@ -256,7 +256,7 @@ def leanest_by_prices(
     """
     unit = max(low, 1.0)  # unit of the limits here: with Σ λ · unit = 1, L(λ) = least limit / unit - 1
     rows = replace(rows, limit=unit)
-    known, in_units = Prices(rows.count, unit), _InUnits(pricing, unit)
+    known, in_units = Prices(rows.count, unit), InUnits(pricing, unit)
     even = np.full(rows.count, 1.0 / (unit * rows.count))
     known.see(even, *in_units.least(even))  # the states of little memory everywhere
     of_even, known.bound = known.bound, -np.inf  # prices between these and others would make all layers differ
@@ -289,7 +289,7 @@ def leanest_by_prices(
     return LeastMemory(least, enough, tuple(states))
 
 
-class _InUnits:
+class InUnits:
     """A pricing in another unit than bytes, as far as `ascend` needs one."""
 
     def __init__(self, pricing: Priced, unit: float) -> None:

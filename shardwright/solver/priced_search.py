@@ -9,7 +9,9 @@ The search goes in turns, until cost and bound are near enough:
               to the sweeps join the part
     states    all known states, spliced with one another and then improved stretch by stretch (`memory_rows`)
 
-Where sweeps bound the whole, `swept_leanest` finds states of little memory, which a mixture within the limit needs.
+Where sweeps bound the whole, the turns end with one whose mixture is no cheaper than that of the turn before. The
+states within the limit are then splices of the states of mixtures within the limit and within lower limits. Where no
+mixture is within the limit, or no splice, `swept_leanest` finds states of little memory.
 
 Example: of two known states with (cost, memory) of (0, 15) and (4, 5) and a limit of 10 at one moment, half of each is
 the cheapest mixture. It costs 2, the bound. A splice that takes 50 of 100 equal nodes from each costs 2 as well.
@@ -28,7 +30,18 @@ import numpy as np
 from ..errors import PlanError
 from ..identity_tables import numbered
 from .anytime import within
-from .cutting_planes import APART, LeastMemory, Priced, Prices, ascend, costless, leanest_by_prices
+from .cutting_planes import (
+    APART,
+    LEAST_SHARE,
+    InUnits,
+    LeastMemory,
+    Priced,
+    Prices,
+    ascend,
+    cheapest,
+    costless,
+    leanest_by_prices,
+)
 from .elimination import Facts
 from .lagrangian import Cut, Part, Pricing, SweptPricing
 from .memory_rows import Rows, Splicer, kinds
@@ -48,15 +61,16 @@ TURN_EVALUATIONS = 40  # most evaluations of a part in a turn
 EVALUATED = 80  # evaluations in all turns after which no further turn begins
 CAPPED = 8  # evaluations of a turn without a mixture within the limit; then states of little memory are searched
 STATES = 1_500_000  # states in all such evaluations up to which there are more of them, for splicing
-FIRST_PRICE = 0.2  # first bound on the price of the limit's worth of memory, as a multiple of the cost without a limit
+FIRST_PRICE = 0.8  # first bound on the price of the limit's worth of memory, as a multiple of the cost without a limit
 MOST_PRICE = 1e5  # its largest bound
 DEARER = 4.0  # factor from one bound to the next
 HIGHER = (1.02, 1.1, 1.4, 2.0, 4.0, 16.0, 256.0)  # factors on the best prices, to find states within the limit
-FINER = (1.003, 1.01)  # further factors, where sweeps bound the whole
 FEW = 12  # a node with at most so many states has all of them in the part
 NEAREST = 8  # number of the known states, the best at the best prices, that are spliced with one another
 BEAM = 4  # number of the cheapest splices that are spliced again
-SETTLED = 0.2  # share of the gap between bound and the part's value that a turn must close for another turn
+LOWER = (0.997, 0.99, 0.97)  # lower limits for such a mixture, as shares of the limit
+LOOKS = 2  # most looks of sweeps at the same prices
+SETTLED = 0.2  # share of the gap between bound and the part's value that a look must close for another look
 MIXED = 500  # most nodes for which HiGHS mixes known states: it may take minutes over thousands
 ENTRIES = 20_000  # most entries of the edges for it
 WORK = 1e7  # its work, see `milp`
@@ -114,7 +128,8 @@ class _PricedSearch:
         self.cost = np.inf
         self.known: dict[tuple[int, ...], Cut] = {}
         self.least: float | None = None
-        self.mixture: list[Cut] = []  # the last part's
+        self.parts = Prices(rows.count, rows.limit)  # of the last part, with the states that were least in any part
+        self.dearest = np.inf  # bound on the price of the limit's worth of memory
         self.tried = set[tuple[tuple[int, ...], tuple[int, ...]]]()  # pairs that were spliced
 
     @property
@@ -149,8 +164,8 @@ class _PricedSearch:
         exact = isinstance(self.pricing, Pricing)
         direct = isinstance(self.pricing, Pricing) and self.pricing.work <= DIRECT
         part: Pricing | Part | None = self.pricing if isinstance(self.pricing, Pricing) else None
-        known = Prices(self.rows.count, self.rows.limit, None if direct else self.splicer)
-        lacking, spliced, evaluated = np.inf, False, 0
+        known = self.parts = Prices(self.rows.count, self.rows.limit, None if direct else self.splicer)
+        settled, spliced, evaluated = np.inf, False, 0
         for turn in range(ROUNDS):
             if not direct:
                 part = self.part()
@@ -172,7 +187,7 @@ class _PricedSearch:
             keeping = [cut for cut in known.spliced.values() if (cut.used <= self.rows.limit).all()]
             if keeping:
                 self.offer(self.cut(min(keeping, key=lambda cut: cut.cost).states))
-            self.mixture = known.mixture
+            self.dearest = DEARER * cap
             if value == np.inf and turn >= DEAR and self.least is None:
                 if not self.lean():
                     break
@@ -180,9 +195,10 @@ class _PricedSearch:
                 continue
             if value < np.inf and not exact:
                 self.swept_at = known.multipliers
-            before = self.prices.bound
             if direct:
                 self.prices.multipliers, self.prices.bound = known.multipliers, known.bound
+            elif value < np.inf and not exact and settled - value > self.gap * abs(value):
+                self.look_again(known.multipliers, value)
             else:
                 self.look(known.multipliers)
             if value == np.inf:
@@ -193,25 +209,18 @@ class _PricedSearch:
                 if direct or value - self.prices.bound <= max(self.gap / 2, 1e-9) * abs(value):
                     break
                 if value - self.prices.bound <= self.gap * abs(value) and (exact or not spliced):
-                    self.keep(part)
-                    self.splice()
+                    self.combine(part)
                     spliced = True
                 if self.near:
                     break
                 if not exact:
-                    lacks, closed = value - self.prices.bound, self.prices.bound - before
-                    if max(closed, lacking - lacks if lacking < np.inf else 0.0) < SETTLED * min(
-                        lacking, lacks + closed
-                    ):
-                        break  # a further turn would close as little
-                    lacking = lacks
+                    if settled - value <= self.gap * abs(value):
+                        break
+                    settled = value
             if not direct and evaluated >= EVALUATED:
                 break
         if not self.near and part is not None:
-            self.keep(part)
-            self.splice()
-        if self.states is None and self.least is None and self.lean():  # a mixture is within the limit, no states are
-            self.splice()
+            self.combine(part)
         if self.states is not None and not self.near:
             self.windows(self.states)
         if not self.near and len(self.problem.costs) <= MIXED:
@@ -257,10 +266,22 @@ class _PricedSearch:
         best, bound = None if self.states is None else self.cost, self.prices.bound
         current().watch("prices of memory", best, None if bound == -np.inf else bound)
 
+    def combine(self, part: Priced) -> None:
+        """Make states within the limit of the known ones, or of further ones."""
+        if self.swept_at is None:
+            self.keep(part)
+            self.splice()
+        else:
+            self.splice()
+            if self.states is None:
+                self.lower(part)
+        if self.states is None and self.least is None and self.lean():  # a mixture is within the limit, no states are
+            self.splice()
+
     def keep(self, part: Priced) -> None:
         """Add states within the limit: those that are least at higher prices than the best ones."""
         spliced = False
-        for times in HIGHER if self.swept_at is None else (*FINER, *HIGHER):
+        for times in HIGHER:
             self.tell()
             if any((cut.used <= self.rows.limit).all() for cut in self.known.values()) and times > 2.0:
                 break
@@ -269,22 +290,50 @@ class _PricedSearch:
             if not spliced and (cut.used <= self.rows.limit).all():
                 self.splice()  # splicing the cheapest of them is often enough
                 spliced = True
-                if self.swept_at is not None:
-                    break
             if self.near:
                 break
 
-    def look(self, multipliers: np.ndarray) -> None:
-        """Evaluate the whole at these prices."""
+    def lower(self, part: Priced) -> None:
+        """Add states of mixtures within lower limits. Where all states of the best mixture are a little above the
+        limit, at different moments, no splice of them may be within it."""
+        for share in LOWER:
+            self.tell()
+            limit = share * self.rows.limit
+            prices = Prices(self.rows.count, limit, self.parts.splicer)
+            prices.cuts, prices.spliced, prices.multipliers = self.parts.cuts, self.parts.spliced, self.fair
+            ascend(InUnits(part, limit), prices, cap=self.dearest, gap=ROUGH, most=CAPPED)
+            for cut in prices.cuts.values():
+                self.offer(cut)
+            self.splice()
+            if self.states is not None:
+                break
+
+    def look(self, multipliers: np.ndarray) -> float:
+        """Evaluate the whole at these prices: its least, or a bound on it."""
         if isinstance(self.pricing, Pricing):
             value, cut = self.pricing.least(multipliers)
             self.prices.see(multipliers, value, cut)
             self.offer(cut)
-            return
+            return value
         value, looks = self.pricing.least(multipliers)
         self.looks = [a | b for a, b in zip(self.looks, looks)] if self.looks else looks
         if value > self.prices.bound:
             self.prices.multipliers, self.prices.bound = multipliers, value
+        return value
+
+    def look_again(self, multipliers: np.ndarray, most: float) -> None:
+        """Look at the same prices until the sweeps, each of which goes on from the last, come no nearer.
+
+        Args:
+            multipliers: the prices.
+            most: the cost of the best mixture of a part's states, which no bound of the whole is above.
+        """
+        before = self.look(multipliers)
+        for _ in range(LOOKS - 1):
+            found = self.look(multipliers)
+            if found - before < SETTLED * (most - found):
+                break
+            before = found
 
     def offer(self, cut: Cut) -> None:
         self.known.setdefault(cut.states, cut)
@@ -328,17 +377,37 @@ class _PricedSearch:
         ]
 
     def splice(self) -> None:
-        """Splice the states of the cheapest mixture, and the cheapest states within the limit, with the former and with
-        the nearest states above the limit; then the `BEAM` cheapest splices, until nothing cheaper comes of it."""
-        limit, order = self.rows.limit, self.order()
+        """Splice known states: the cheapest within the limit with those of the cheapest mixture; where there is none,
+        with the nearest above the limit. Then splice those of mixtures within lower limits, until nothing cheaper
+        comes of it."""
+        limit, order, parts = self.rows.limit, self.order(), self.parts
         keep = [cut for cut in order if (cut.used <= limit).all()][:NEAREST]
-        above = [cut for cut in order if (cut.used > limit).any()][:NEAREST]
-        partners = list(dict.fromkeys(cut.states for cut in (*above, *self.mixture)))
-        inside = {cut.states: cut.cost for cut in (*keep, *self.mixture) if (cut.used <= limit).all()}
+        inside = {cut.states: cut.cost for cut in (*keep, *parts.mixture) if (cut.used <= limit).all()}
         if self.states is not None:
             inside[tuple(self.states)] = self.cost
+        partners = parts.mixture or [cut for cut in order if (cut.used > limit).any()][:NEAREST]
+        mixture = [cut.states for cut in partners]
+        self.pair(inside, [*sorted(inside, key=inside.__getitem__)[:BEAM], *mixture], mixture)
+        cuts = [*parts.cuts.values(), *parts.spliced.values()]
+        for share in LOWER if parts.splicer is not None else ():
+            before = self.cost
+            shares = cheapest(cuts, share * limit, self.dearest)[2]
+            mixture = [cuts[n].states for n in np.flatnonzero(shares > LEAST_SHARE)]
+            self.pair(inside, mixture, mixture)
+            if self.near or before <= self.cost < np.inf:
+                break
+
+    def pair(
+        self, inside: dict[tuple[int, ...], float], todo: Sequence[tuple[int, ...]], partners: Sequence[tuple[int, ...]]
+    ) -> None:
+        """Splice states with partners, then the `BEAM` cheapest splices, until nothing cheaper comes of it.
+
+        Args:
+            inside: the cost of states within the limit; splices are added.
+            todo: the states.
+            partners: what each of them is spliced with.
+        """
         tried = set[tuple[int, ...]]()
-        todo = [*sorted(inside, key=inside.__getitem__)[:BEAM], *(cut.states for cut in self.mixture)]
         while todo:
             for one in todo:
                 tried.add(one)
@@ -348,7 +417,7 @@ class _PricedSearch:
                     if one == other or (one, other) in self.tried or (other, one) in self.tried:
                         continue
                     self.tried.add((one, other))
-                    current().tell()
+                    self.tell()
                     below = sorted(inside.values())[BEAM - 1] if len(inside) >= BEAM else np.inf
                     found = self.splicer.splice(one, other, below)
                     if found is not None:

@@ -223,6 +223,21 @@ def test_where_no_known_states_are_within_the_limit_the_leanest_are(monkeypatch)
     assert found is not None and (rows.used(found.states) <= problem.limit).all()
 
 
+def test_where_the_best_mixture_has_no_states_within_the_limit_a_lower_limit_brings_some(monkeypatch):
+    """At two moments, (0, 1) has 10.3 and 9.6 of 10, (1, 0) has 9.6 and 10.3: half of each costs 20, and (1, 1), their
+    splice, is forbidden."""
+    monkeypatch.setattr(_PricedSearch, "lean", lambda self: pytest.fail("the leanest states are searched"))
+    costs, forbidden = np.array([10.0, 10.0, 11.0]), np.zeros((3, 3))
+    forbidden[1, 1] = np.inf
+    uses = tuple(MemoryUsage(v, v, v + 1, np.array([10.3, 9.6, 9.0])) for v in range(2))
+    problem = Problem((costs, costs), {(0, 1): forbidden}, usages=uses, limit=10.0)
+    bound, times = binding(consistent(problem).problem)
+    rows = Rows.of(bound, len(times))
+    found = priced_search(bound, rows, SweptPricing(bound, rows), 1e-3).found
+    assert found is not None and found.cost == 21.0 and found.states[:2] in ((1, 2), (2, 1))
+    assert found.bound == pytest.approx(20.0)
+
+
 class NeverWithin:
     """A problem whose every state is above the limit of 10, a new one at each prices."""
 
