@@ -7,7 +7,7 @@ With a memory limit:
 
 1. Where the plan found without a limit and the recursion's both fit, the former is returned.
 2. Otherwise the recursion also runs within the limit. In a network of more than `RECURSED` operators it runs only
-   where case 4 finds no plan: each of its levels is a problem as large as the search's own.
+   where case 4 just misses the limit: each of its levels is a problem as large as the search's own.
 3. Where the plan found without a limit fits, the cheaper of that plan and the plan of case 2 is returned.
 4. Otherwise the choice between saving and recomputing and the storage of parameters are searched too (`memory_fit`).
    The strategies of case 2 are among the options where they are known, and the cheaper of the two plans is returned.
@@ -49,6 +49,10 @@ ROUNDS = 4
 
 #: The largest network, in operators, for which the recursion is always run within a memory limit too.
 RECURSED = 600
+
+#: The largest least memory known, as a multiple of the limit, at which the recursion is run for a larger network: its
+#: leanest plan has been up to 4 % leaner.
+LEANER = 1.05
 
 
 @planner("dynamic_programming", searches=True, fits_memory=True)
@@ -98,7 +102,7 @@ def _searched(problem: PlanningProblem, best: list[Decisions]) -> Decisions:
         known.append(within.decisions)
     made = search.cost_graph(search.options(known), known, cut=problem.cut)
     found = _tried(lambda: fit(search, made, memory, optimizer))
-    if within is None and not isinstance(found, Decisions):
+    if within is None and isinstance(found, TooLittleMemoryError) and found.least <= LEANER * memory:
         within = _tried(lambda: recursion(search, memory, recursed))
     return _cheaper(found, within)
 

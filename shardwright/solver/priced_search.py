@@ -377,17 +377,18 @@ class _PricedSearch:
         ]
 
     def splice(self) -> None:
-        """Splice known states: the cheapest within the limit with those of the cheapest mixture; where there is none,
-        with the nearest above the limit. Then splice those of mixtures within lower limits, until nothing cheaper
-        comes of it."""
+        """Splice the cheapest states within the limit, and the states of the cheapest mixture, with the latter. In a
+        small problem the nearest states above the limit are partners too. In a large one the states of mixtures within
+        lower limits follow, as long as cheaper states come of it."""
         limit, order, parts = self.rows.limit, self.order(), self.parts
         keep = [cut for cut in order if (cut.used <= limit).all()][:NEAREST]
         inside = {cut.states: cut.cost for cut in (*keep, *parts.mixture) if (cut.used <= limit).all()}
         if self.states is not None:
             inside[tuple(self.states)] = self.cost
-        partners = parts.mixture or [cut for cut in order if (cut.used > limit).any()][:NEAREST]
-        mixture = [cut.states for cut in partners]
-        self.pair(inside, [*sorted(inside, key=inside.__getitem__)[:BEAM], *mixture], mixture)
+        above = [cut for cut in order if (cut.used > limit).any()][:NEAREST]
+        few = parts.splicer is not None and parts.mixture  # of a large problem: a pair takes 10 ms
+        partners = [cut.states for cut in (parts.mixture if few else (*above, *parts.mixture))]
+        self.pair(inside, [*sorted(inside, key=inside.__getitem__)[:BEAM], *partners], partners)
         cuts = [*parts.cuts.values(), *parts.spliced.values()]
         for share in LOWER if parts.splicer is not None else ():
             before = self.cost

@@ -149,7 +149,9 @@ def test_a_search_that_finds_none_gives_way(monkeypatch, operators: int) -> None
     limit = given.limit(0.5)
 
     def none(*_):
-        raise TooLittleMemoryError("no plan fits", legal="more")
+        error = TooLittleMemoryError("no plan fits", legal="more")
+        error.least = 1.01 * limit
+        raise error
 
     monkeypatch.setattr(searching, "fit", none)
     found = given.of(dynamic_programming, memory=limit)
@@ -175,7 +177,7 @@ def test_where_neither_fits_the_least_memory_of_both_is_named() -> None:
     assert given.peak(found) <= least and not fits(given.search, given.free, least)
 
 
-def test_of_a_large_network_the_recursion_is_made_within_the_limit_where_nothing_else_fits(monkeypatch) -> None:
+def test_of_a_large_network_the_recursion_is_made_within_a_limit_that_the_search_just_misses(monkeypatch) -> None:
     given, calls, real = case("mlp"), [], searching.recursion
     monkeypatch.setattr(
         searching, "recursion", lambda search, memory=None, *rest: calls.append(memory) or real(search, memory, *rest)
@@ -183,11 +185,15 @@ def test_of_a_large_network_the_recursion_is_made_within_the_limit_where_nothing
     monkeypatch.setattr(searching, "RECURSED", len(given.given[0].ops) - 1)
     limit = given.limit(0.5)
     assert given.peak(given.of(dynamic_programming, memory=limit)) <= limit and calls == [None]
-    with pytest.raises(PlanError, match="no plan fits"):
+    with pytest.raises(PlanError, match="no plan fits") as refused:
         given.of(dynamic_programming, memory=1.0)
+    assert calls == [None, None]
+    just_below = 0.98 * refused.value.least
+    with pytest.raises(PlanError, match="no plan fits"):
+        given.of(dynamic_programming, memory=just_below)
     monkeypatch.setattr(searching, "RECURSED", len(given.given[0].ops))
     given.of(dynamic_programming, memory=limit)
-    assert calls == [None, None, 1.0, None, limit]
+    assert calls == [None, None, None, just_below, None, limit]
 
 
 def test_a_limit_is_tried_again_between_what_holds_too_much_and_what_nothing_keeps() -> None:
