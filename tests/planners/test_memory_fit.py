@@ -188,7 +188,7 @@ def test_of_a_large_network_the_recursion_is_made_within_a_limit_that_the_search
     with pytest.raises(PlanError, match="no plan fits") as refused:
         given.of(dynamic_programming, memory=1.0)
     assert calls == [None, None]
-    just_below = 0.98 * refused.value.least
+    just_below = 0.99 * refused.value.least
     with pytest.raises(PlanError, match="no plan fits"):
         given.of(dynamic_programming, memory=just_below)
     monkeypatch.setattr(searching, "RECURSED", len(given.given[0].ops))
