@@ -13,7 +13,7 @@ With a memory limit:
    The strategies of case 2 are among the options where they are known, and the cheaper of the two plans is returned.
 
 Up to `RECURSED` operators no other planner's plan is therefore priced below the plan of this one. Above, within a
-memory limit, the recursion's plan may be cheaper: by 0.05 % for Llama of 96 layers within 42 GB.
+memory limit, the recursion's plan may be cheaper: by 0.01 % for Llama of 96 layers within 42 GB.
 
 `SearchResult.bound` is a lower bound on the cost of every plan in the same cost graph. A plan whose cost equals the
 bound is optimal under the cost graph's prices. In a large network the graph leaves out some of the uses that consumers

@@ -61,8 +61,7 @@ TURN_EVALUATIONS = 40  # most evaluations of a part in a turn
 EVALUATED = 80  # evaluations in all turns after which no further turn begins
 CAPPED = 8  # evaluations of a turn without a mixture within the limit; then states of little memory are searched
 STATES = 1_500_000  # states in all such evaluations up to which there are more of them, for splicing
-FIRST_PRICE = 0.2  # first bound on the price of the limit's worth of memory, as a multiple of the cost without a limit
-FIRST_SWEPT_PRICE = 0.8  # the same where sweeps bound the whole: a turn takes longer
+FIRST_PRICE = 0.8  # first bound on the price of the limit's worth of memory, as a multiple of the cost without a limit
 MOST_PRICE = 1e5  # its largest bound
 DEARER = 4.0  # factor from one bound to the next
 HIGHER = (1.02, 1.1, 1.4, 2.0, 4.0, 16.0, 256.0)  # factors on the best prices, to find states within the limit
@@ -161,8 +160,8 @@ class _PricedSearch:
         if self.near:
             return self.solution("the plan without a limit keeps it")
         least = max(abs(self.prices.bound), 1e-300)
+        cap, most = FIRST_PRICE * least, MOST_PRICE * least
         exact = isinstance(self.pricing, Pricing)
-        cap, most = (FIRST_PRICE if exact else FIRST_SWEPT_PRICE) * least, MOST_PRICE * least
         direct = isinstance(self.pricing, Pricing) and self.pricing.work <= DIRECT
         part: Pricing | Part | None = self.pricing if isinstance(self.pricing, Pricing) else None
         known = self.parts = Prices(self.rows.count, self.rows.limit, None if direct else self.splicer)
