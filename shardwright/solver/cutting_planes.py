@@ -45,7 +45,12 @@ from .milp import quiet_highs
 from .problem import Problem
 from .search_memory import current
 
-__all__ = ["APART", "LeastMemory", "Priced", "Prices", "ascend", "cheapest", "costless", "leanest_by_prices"]
+# fmt: off
+__all__ = [
+    "APART", "LEAST_SHARE", "InUnits", "LeastMemory", "Priced", "Prices", "ascend", "cheapest", "costless",
+    "leanest_by_prices",
+]
+# fmt: on
 
 BETWEEN = 0.6  # share of the way from the best λ towards the program's
 PARTNERS = 3  # known states that new states are spliced with
