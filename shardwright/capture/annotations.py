@@ -419,7 +419,10 @@ def note_planned(model: object, net: nn.Module, further: Iterable[Operator] = ()
         net.modules(), (operator for _, operator in _marked_operators(net)), further
     )
     for part in parts:
-        _PLANNED.setdefault(part, weakref.WeakSet()).add(model)
+        models = _PLANNED.get(part)
+        if models is None:
+            models = _PLANNED[part] = weakref.WeakSet()
+        models.add(model)
 
 
 def forget_planned(model: object) -> None:

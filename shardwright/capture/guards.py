@@ -70,7 +70,7 @@ class Condition(NamedTuple):
 class Guards:
     """The Python state for which one captured program is valid.
 
-    `settle` records the values of the places; the constructor calls it.
+    `settle` records the values of the places; the constructor calls it, or shares what other guards have recorded.
 
     Args:
         modules: the modules of the model and of its loss, by path.
@@ -78,6 +78,8 @@ class Guards:
         around: one of `modules` -> its kinds of hooks that run around the program, and are not part of it.
         counters: identities of places whose number changes at each call; the effects of the program hold the places.
         conditions: the questions that the forward has asked.
+        earlier: those of another program of the model. They share their records where they guard the same places and
+            none of these has changed, as between two sizes of the inputs.
     """
 
     def __init__(
@@ -87,12 +89,29 @@ class Guards:
         around: Mapping[nn.Module, tuple[str, ...]] | None = None,
         counters: Collection[tuple[int, object]] = (),
         conditions: Iterable[Condition] = (),
+        earlier: Guards | None = None,
     ) -> None:
         self._modules, self._conditions = list(modules), list(conditions)
         self._counters = counters
         self._places = [place for place in places if place.identity not in counters]
+        self._identities = [place.identity for place in self._places]
         self._around, self._copied = around or {}, False
-        self.settle()
+        if earlier is not None and self._guards_those_of(earlier):
+            self.__dict__ = vars(earlier) | vars(self)
+        else:
+            self.settle()
+
+    def _guards_those_of(self, earlier: Guards) -> bool:
+        """True where `earlier` guard the same places, and none of these has changed."""
+        return (
+            not earlier._copied
+            and self._identities == earlier._identities
+            and self._counters == earlier._counters
+            and self._around == earlier._around
+            and len(self._modules) == len(earlier._modules)
+            and all(a is b and path == name for (path, a), (name, b) in zip(self._modules, earlier._modules))
+            and earlier._unchanged()
+        )
 
     def settle(self) -> None:
         """Record the present values of all places."""

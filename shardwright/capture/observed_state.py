@@ -178,7 +178,7 @@ class Observation(NamedReads):
         for generator, path in global_generators():
             self.keep_opaque(generator, path)
         self._seen = IdentitySet(earlier._seen)
-        self._hooked, self._users_hooks = earlier._hooked, earlier._users_hooks
+        self._hooked, self._users_hooks, self._files = earlier._hooked, earlier._users_hooks, earlier._files
         self.find_those_of(earlier)
         for cls in earlier._classes:
             self._classes.add(cls)

@@ -11,6 +11,7 @@ one form:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ import torch
 
 from ..accelerators import default_device
 from ..graph import map_leaves
-from ..torch_private import no_torch_function, schema_of, shell, storage_id
+from ..torch_private import FakeTensor, FakeTensorMode, no_torch_function, schema_of, shell, storage_id
 
 __all__ = [
     "META",
@@ -43,6 +44,9 @@ aten = torch.ops.aten
 _BESIDE = ("profiler", "prim")
 #: Calls of one operator on the meta device that are remembered.
 _REMEMBERED = 256
+
+#: Types of most arguments besides tensors.
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype})
 
 META = torch.device("meta")
 
@@ -148,12 +152,12 @@ Tensors = torch.Tensor | None | list["Tensors"] | tuple["Tensors", ...]
 
 
 def computed(
-    target: Target, args: tuple[object, ...], kwargs: Mapping[str, object], device: torch.device | None
+    target: Target, args: tuple[object, ...], kwargs: Mapping[str, object], fakes: FakeTensorMode | None = None
 ) -> Results:
     """The results of an operator as `OperatorResult`s, by a call on stand-ins of its arguments.
 
     Args:
-        device: the device of the stand-ins; None: that of each argument.
+        fakes: the mode of the stand-ins, which are fake tensors; None: tensors on the meta device.
 
     Raises:
         Differs: results that are no plain tensors, or an operator that changes the dims of its input.
@@ -165,24 +169,21 @@ def computed(
     def stand_in(x: object) -> object:
         if isinstance(x, torch.Tensor):
             tensors.append(x)
-            stand_ins.append(
-                torch.empty_strided(
-                    x.shape,
-                    x.stride(),
-                    dtype=x.dtype,
-                    device=x.device if device is None else device,
-                    requires_grad=x.requires_grad and torch.is_grad_enabled(),
-                )
-            )
-            return stand_ins[-1]
+            made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=META)
+            if fakes is not None:
+                made = FakeTensor(fakes, made, x.device)
+            made.requires_grad = x.requires_grad and torch.is_grad_enabled()
+            stand_ins.append(made)
+            return made
         if type(x) is torch.device:
             named_device.append(x)
-            return x if device is None else device
+            return META if fakes is None else x
         return x
 
     positional, named = map_leaves(stand_in, (args, dict(kwargs)))
     before = [_placed(t) for t in stand_ins] if written_names(target) else []
-    made = target(*positional, **named)
+    with fakes or nullcontext():
+        made = target(*positional, **named)
     if before and [_placed(t) for t in stand_ins] != before:
         raise Differs(f"{target} changes the dims of its input")
     memories = [storage_id(t.untyped_storage()) for t in stand_ins]
@@ -195,7 +196,7 @@ def computed(
         itself = next((i for i, t in enumerate(stand_ins) if t is x), None)
         memory = storage_id(x.untyped_storage())
         viewed = next((i for i, m in enumerate(memories) if m == memory), None) if itself is None else itself
-        on = x.device if device is None else _common_device(tensors, named_device)
+        on = _common_device(tensors, named_device) if fakes is None else x.device
         form, offset = (tuple(x.shape), x.stride(), x.dtype, on), int(x.storage_offset())
         return OperatorResult(form, x.requires_grad, offset, viewed, itself is not None)
 
@@ -243,7 +244,7 @@ def form_of_arguments(x: object, tensors: list[torch.Tensor]) -> object:
         tensors.append(x)
         return (tuple(x.shape), x.stride(), x.dtype, x.device), x.requires_grad
     if isinstance(x, (list, tuple)):
-        return type(x), tuple([form_of_arguments(y, tensors) for y in x])
+        return type(x), tuple([(type(y), y) if type(y) in _PLAIN else form_of_arguments(y, tensors) for y in x])
     return type(x), x
 
 
@@ -295,12 +296,12 @@ def computed_on_meta(
     try:
         results = known.get(key)
     except TypeError:  # what cannot be looked up, such as a slice
-        return computed(target, args, kwargs, META)
+        return computed(target, args, kwargs)
     # Without tensors a result is on the device of the process; another operator's function may be the user's.
     if results is None and (not tensors or getattr(target, "namespace", "") != "aten"):
-        return computed(target, args, kwargs, META)
+        return computed(target, args, kwargs)
     if results is None:
-        results = computed(target, args, kwargs, META)
+        results = computed(target, args, kwargs)
         if len(known) >= _REMEMBERED:
             known.clear()
         known[key] = results

@@ -493,12 +493,11 @@ class LightRun:
             by_meta = True in agreements and False not in agreements
             stack.enter_context(no_python_dispatcher())
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled() and not written_names(target)))
-            if not by_meta:
-                fakes = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-                fakes.cache_enabled = False  # no operator comes twice
             if by_meta:
                 return computed_on_meta(target, args, kwargs, form, tensors)
-            return computed(target, args, kwargs, None)
+            fakes = FakeTensorMode(allow_non_fake_inputs=True)
+            fakes.cache_enabled = False  # no operator comes twice
+            return computed(target, args, kwargs, fakes)
 
 
 # -- arguments and results of the nodes of an exported program ---------------------------------------------------------

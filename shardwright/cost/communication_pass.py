@@ -524,17 +524,16 @@ class _Pass:
         begun = self.forward
         for bucket in self.buckets:
             part: list[Member] = []
+            nbytes, issued = 0, begun
             for place in bucket.places:
                 member = self.member(place, self.back.get(place, self.end))
-                if part and not self._fits_together([*part, member], begun):
+                more, moment = self._summed_bytes(member), max(issued, member.moment)
+                if part and not self.fits(*self._copied(part[0], nbytes + more, moment)):
                     begun = self._add_sum(part, begun)
-                    part = []
+                    part, nbytes, moment = [], 0, max(begun, member.moment)
                 part.append(member)
+                nbytes, issued = nbytes + more, moment
             begun = self._add_sum(part, begun)
-
-    def _fits_together(self, members: Sequence[Member], begun: int) -> bool:
-        """True where there is room for one message of gradients, issued at moment `begun` or later."""
-        return self.fits(*self._copied(members, max(begun, *(m.moment for m in members))))
 
     def _add_sum(self, members: Sequence[Member], begun: int) -> int:
         """Add the message of a bucket. The moment at which it is issued is returned."""
@@ -545,7 +544,8 @@ class _Pass:
         nbytes = sum(moved_bytes(i, i.backward) for i in moves if i.backward is not None)
         later = self._in_another_dtype(members, begun)
         wait = self.end if self.fits(*later) else begun
-        ranges = (self._copied(members, begun), *([later] if wait > begun else []))
+        copied = self._copied(members[0], sum(map(self._summed_bytes, members)), begun) if len(members) > 1 else None
+        ranges = [one for one in (copied, later if wait > begun else None) if one is not None]
         allocated = [self.hold(*one) for one in ranges if one[2]]
         digits, kind = first.steps[0].digits, CollectiveKind.ALL_REDUCE
         self.add(
@@ -555,13 +555,22 @@ class _Pass:
         )
         return begun
 
-    def _copied(self, members: Sequence[Member], begun: int) -> tuple[int, int, float]:
+    def _summed_bytes(self, member: Member) -> int:
+        """The bytes of a gradient in the dtype of its sum."""
+        move = self.parameter_move(member.place)
+        return math.prod(move.source.local_shape) * move.sums.itemsize
+
+    def _copied(self, first: Member, nbytes: int, begun: int) -> tuple[int, int, float]:
         """(first moment, end, bytes) of the copies of several gradients, beside which these lie as they are made: in
-        the dtype of the sum, then one after the other."""
-        moves = [self.parameter_move(m.place) for m in members]
-        copies = 1 + (moves[0].sums != moves[0].source.value.dtype) if len(members) > 1 else 0
-        nbytes = copies * sum(math.prod(i.source.local_shape) * i.sums.itemsize for i in moves)
-        return begun, min(begun + 1, self.end), float(nbytes)
+        the dtype of the sum, then one after the other.
+
+        Args:
+            first: the first of them.
+            nbytes: the bytes of all of them, in the dtype of the sum.
+        """
+        move = self.parameter_move(first.place)
+        copies = 1 + (move.sums != move.source.value.dtype)
+        return begun, min(begun + 1, self.end), float(copies * nbytes)
 
     def _in_another_dtype(self, members: Sequence[Member], begun: int) -> tuple[int, int, float]:
         """(first moment, end, bytes) by which gradients have more bytes in the dtype of their sum."""

@@ -510,6 +510,7 @@ class AutoParallel(ProgramCache, nn.Module):
             around,
             {place.identity for place in recording.effects.advanced()},
             recording.conditions,
+            next((earlier.guards for earlier in reversed(self._programs.values())), None),
         )
         program.strides = recording.strides
         for _, part in module.tables:

@@ -98,9 +98,9 @@ class ProgramCache(CallPlanning):
         if not self._programs:
             return ""
         same_entry = [key for key in self._programs if key[1][1] is self._entry]
-        known = [key for key in same_entry if _shapes(key) != _shapes(feed) and key[3].hold()]
-        if known:
-            before, now = _shapes(known[0]), _shapes(feed)
+        now = _shapes(feed)
+        before = next((_shapes(key) for key in reversed(same_entry) if _shapes(key) != now and key[3].hold()), None)
+        if before is not None:
             if not self._warned and not _differing(before, now) <= self._varying():
                 self._warned = True
                 warnings.warn(

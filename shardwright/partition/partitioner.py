@@ -612,10 +612,11 @@ class Partitioner:
         Shared by (source, layout, digits of the gradient's sum): q, k and v then need one sum in the backward.
         """
         partial = use.partial
-        partials = {u.partial for u in self.uses.get(source.value.name, ()) if u.input_layout == use.input_layout}
-        if len(partials) > 1 and partial and source.layout != use.input_layout:
-            # Uses of one layout that differ in the backward share the forward and sum their gradients separately.
-            source = self.convert(source, Use(use.input_layout, (), use.operator, use.cause))
+        if partial and source.layout != use.input_layout:
+            uses = self.uses.get(source.value.name, ())
+            if len({u.partial for u in uses if u.input_layout == use.input_layout}) > 1:
+                # Uses of one layout that differ in the backward share the forward and sum their gradients separately.
+                source = self.convert(source, Use(use.input_layout, (), use.operator, use.cause))
         key = (source.name, use.input_layout, partial)
         if key in self.moves:
             return self.moves[key]

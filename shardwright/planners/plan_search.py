@@ -39,13 +39,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 from ..cluster import Cluster, format_bytes
 from ..cost.cost_model import CostModel
 from ..errors import PlanError, SettingError, ShardwrightError
-from ..graph import Form, Graph, Op, form_of
+from ..graph import Form, Graph, Op, changed, form_of
 from ..identity_tables import IdentityCache
 from ..layout import Digits, Layout
 from ..partition.local_program import (
@@ -53,8 +53,8 @@ from ..partition.local_program import (
     Decision,
     Decisions,
     InputPlacement,
-    PortableDecisions,
     SearchResult,
+    descriptions,
     find_batch_dims,
 )
 from ..partition.parameter_sharding import OptimizerParallel
@@ -484,23 +484,27 @@ def at_other_sizes(
         if _parameters(plan.graph, mine) != _parameters(graph, theirs):
             return None
         forms = form_of(mine), form_of(theirs)
-        if forms not in alike:
-            alike[forms] = _alike(mine, theirs, devices)
-        if not alike[forms]:
+        are_alike = alike.get(forms)
+        if are_alike is None:
+            are_alike = alike[forms] = _alike(mine, theirs, devices)
+        if not are_alike:
             return None
     found = plan.found
     if found is not None:
         sizes = ", ".join(str(list(v.shape)) for v in plan.graph.inputs)
         note = f"strategies are those of the plan for inputs of {sizes}: nothing was searched"
         found = replace(found, bound=None, notes=(*found.notes, note) if note not in found.notes else found.notes)
-    earlier = Decisions(plan.decisions, plan.batch_dims, found, plan.hsdp)
-    made = PortableDecisions.of(earlier).onto(graph, devices, on_missing_rule=on_missing_rule, uneven=uneven)
+    decisions: dict[str, Decision] = {}
     once = IdentityCache().once  # equal layers share their bound rules
-    for name, decision in made.decisions.items():
-        bounds, assignment = (plan.decisions[name].bound, decision.bound), decision.assignment
-        if not once("fits", (*bounds, assignment), lambda: _fits(*bounds, assignment)):
+    for op, (rule, bound, _) in zip(graph.ops, descriptions(graph.ops, on_missing_rule, devices, uneven)):
+        earlier = plan.decisions[op.name]
+        digits = earlier.assignment.digits
+        assignment = once(digits, (earlier.bound, bound), partial(_onto, earlier, bound, devices))
+        if assignment is None:
             return None
-    return made
+        op = changed(op, recompute=earlier.op.recompute)
+        decisions[op.name] = changed(earlier, op=op, rule=rule, bound=bound, assignment=assignment)
+    return Decisions(decisions, plan.batch_dims, found, plan.hsdp)
 
 
 def _parameters(graph: Graph, op: Op) -> list[str]:
@@ -508,11 +512,12 @@ def _parameters(graph: Graph, op: Op) -> list[str]:
     return [v.name for v in op.inputs if v.name in graph.parameters]
 
 
-def _fits(mine: Bound, theirs: Bound, assignment: Assignment) -> bool:
-    """True where two bindings of an operator differ in the sizes of factors alone, and an assignment of the one fits
-    the other. A view of a dim of one row, for instance, has fewer factors."""
-    forms = [(len(bound.factors), bound.inputs, bound.outputs) for bound in (mine, theirs)]
-    return forms[0] == forms[1] and theirs.is_consistent(assignment)
+def _onto(earlier: Decision, bound: Bound, devices: int) -> Assignment | None:
+    """The assignment of an operator at other sizes; None where the two bindings differ in more than the sizes of
+    factors, or the cuts do not fit. A view of a dim of one row, for instance, has fewer factors."""
+    mine, theirs = ((len(b.factors), b.inputs, b.outputs) for b in (earlier.bound, bound))
+    assignment = replace(bound.whole(devices), digits=earlier.assignment.digits)
+    return assignment if mine == theirs and bound.is_consistent(assignment) else None
 
 
 def _alike(mine: Op, theirs: Op, devices: int) -> bool:

@@ -23,6 +23,8 @@ Example, ``relu(linear(x))`` on 8 devices, of which each is fed the whole x [32,
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,8 +33,10 @@ from typing import Any
 import torch
 
 from ..graph import map_leaves
+from ..layout import Digits
 from ..partition.local_program import GlobalExtreme, LocalOp, PlacedValue, Redistribute, Ref, made_by
 from ..pipeline.pipeline_plan import PipelinePlan
+from ..redistribution import CollectiveKind
 from ..sharded_plan import Plan
 from ..torch_private import schema_of
 from .profile_ranges import RangeNames
@@ -43,6 +47,7 @@ __all__ = [
     "cast",
     "copied",
     "extreme",
+    "followed_by_gathers",
     "lower",
     "move",
     "number_of_result",
@@ -219,6 +224,28 @@ def sum_of_gradient(placeholder: Node) -> Node | None:
     return user if forward.is_identity and only_sums else None
 
 
+def followed_by_gathers(lowered: Lowered, sums: Mapping[str, tuple[int, Digits]]) -> list[str]:
+    """The names of the sums of gradients that a gather follows: after the sum, the first redistribution that
+    communicates in a backward, and does more than sum a gradient, gathers over the digits of the sum.
+
+    Args:
+        sums: name of a parameter -> the number of the node that uses the parameter first, and the digits of the sum.
+    """
+    numbers, steps = [], []
+    for number, node in enumerate(lowered.nodes):
+        backward = node.meta["instruction"].backward if node.target is move else None
+        if backward is not None and backward.collectives and sum_of_gradient(operand(node)) is not node:
+            numbers.append(number)
+            steps.append(backward.steps[0])
+    found = []
+    for name, (use, digits) in sums.items():
+        before = bisect_left(numbers, use)
+        step = steps[before - 1] if before else None
+        if step is not None and step.kind is CollectiveKind.ALL_GATHER and step.digits == digits:
+            found.append(name)
+    return found
+
+
 def cast(graph: torch.fx.Graph, x: torch.fx.Node, node: Node) -> torch.fx.Node:
     """The remainder of a redistribution that moves nothing: `x`, cast where need be; the cast's backward casts the
     gradient."""
@@ -230,7 +257,7 @@ def cast(graph: torch.fx.Graph, x: torch.fx.Node, node: Node) -> torch.fx.Node:
 
 def _identifier(name: str, taken: set[str]) -> str:
     """A Python identifier for `name` that is not taken yet: ``fc.weight`` and ``fc_weight`` get different ones."""
-    wish = candidate = ("_" if name[:1].isdigit() else "") + "".join(c if c.isalnum() else "_" for c in name)
+    wish = candidate = ("_" if name[:1].isdigit() else "") + re.sub(r"\W", "_", name)
     count = 1
     while candidate in taken:
         candidate, count = f"{wish}_{count}", count + 1

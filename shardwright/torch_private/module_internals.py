@@ -97,13 +97,14 @@ class HooksOfAllModules(NamedTuple):
 
 def hooks_of(module: nn.Module) -> ModuleHooks:
     """The hooks of a module itself."""
+    attributes = module.__dict__  # a capture watches reads of the attributes themselves
     return ModuleHooks(
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._backward_pre_hooks,
-        module._backward_hooks,
-        module._forward_pre_hooks_with_kwargs,
-        module._forward_hooks_with_kwargs,
+        attributes["_forward_pre_hooks"],
+        attributes["_forward_hooks"],
+        attributes["_backward_pre_hooks"],
+        attributes["_backward_hooks"],
+        attributes["_forward_pre_hooks_with_kwargs"],
+        attributes["_forward_hooks_with_kwargs"],
     )
 
 
@@ -149,7 +150,7 @@ def hook_tables(module: nn.Module | None) -> dict[str, dict[object, object]]:
 def forward_hook_tables(module: nn.Module | None) -> list[dict[object, object]]:
     """The tables from which a forward hook of a module is removed; None: those of all modules."""
     owner, prefix = (nn.modules.module, "_global") if module is None else (module, "")
-    tables = (getattr(owner, prefix + table, None) for table in _FORWARD)
+    tables = (vars(owner).get(prefix + table) for table in _FORWARD)
     return [table for table in tables if table is not None]
 
 

@@ -156,6 +156,27 @@ def test_a_check_compares_objects_alone() -> None:
         guards.hold()
 
 
+def test_sizes_share_records_until_something_changes() -> None:
+    net = Net()
+    model = parallel(net, devices=4)
+    for rows in (8, 16):
+        model(draw(rows, 8))
+    first, second = (program.guards for program in model._programs.values())
+    assert second._values is first._values and second._members is first._members
+    net.beta = 3.0
+    expected = copy.deepcopy(net)(X)
+    close(model(X), expected)
+    third = next(reversed(model._programs.values())).guards
+    assert third._values is not first._values
+    assert [guards.hold() for guards in (first, second, third)] == [False, False, True]
+    net.beta = 2.0
+    assert [guards.hold() for guards in (first, second, third)] == [True, True, False]
+    net.second = nn.Linear(8, 8, dtype=D)  # another module: other places
+    expected = copy.deepcopy(net)(X)
+    close(model(X), expected)
+    assert next(reversed(model._programs.values())).guards._members is not first._members
+
+
 def test_every_guard_can_fail() -> None:
     """Each attribute that the forward reads, each part and each hook, one by one."""
     net = Net()

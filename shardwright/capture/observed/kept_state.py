@@ -105,6 +105,7 @@ class _Snapshot:
 
     Args:
         of_tensors: True for a table of parameters or buffers, in which a capture puts tensors of its own.
+        unchanged: True where `reaches_alike` has found the contents from before.
     """
 
     owner: Collection[object]
@@ -112,6 +113,7 @@ class _Snapshot:
     begun: Collection[object]
     path: str
     of_tensors: bool = False
+    unchanged: bool = False
 
     def forget_tensors(self) -> None:
         """Keep alive no tensor."""
@@ -128,7 +130,8 @@ class _Snapshot:
     def reaches_alike(self) -> bool:
         """True where the same objects are reached through the present content."""
         owner, before = self.owner, self.before
-        if self.of_tensors or same_content(owner, before):
+        self.unchanged = not self.of_tensors and same_content(owner, before)
+        if self.of_tensors or self.unchanged:
             return True
         if isinstance(owner, set) or len(entries(owner)) != len(before):
             return False
@@ -161,6 +164,7 @@ class KeptState:
         self._stood_for: list[tuple[GuardedPlace, object]] = []  # places of stand-ins -> the objects behind them
         self._present: list[object] = []  # the values of `_places`, while a further run keeps them
         self._assigned_by_layers: set[tuple[int, object]] = set()  # attributes that torch's layers assign to themselves
+        self._as_begun = False  # True where `changes` has found all but generators and hooks as the forward began
 
     def keep_space(self, attributes: dict[str, object], path: str, module: nn.Module | None = None) -> bool:
         """Keep a dict of attributes, and the tables of its module; False where it is kept already."""
@@ -230,18 +234,24 @@ class KeptState:
             begun[key] = value
         return True
 
-    def begin(self, numbers: Mapping[GuardedPlace, object]) -> None:
+    def begin(self, numbers: Mapping[GuardedPlace, object], exported: bool = True) -> None:
         """Take the present state for that at the beginning of the forward.
 
         Args:
             numbers: place -> its value during this forward.
+            exported: True in an export, which has put its own tensors into the model; False: but for `numbers` the
+                present state is the kept one.
         """
+        self._as_begun = False
         for place, value in numbers.items():
             self._replaced[place] = place.get()
             self._places.setdefault(place.identity, (place, place.get()))
             place.set(value)
-        for snapshot in (*self._spaces.values(), *self._containers.values(), *self._hooks):
-            snapshot.begun = self._before(snapshot.owner)  # torch.export has put its own tensors into the model
+        if exported or numbers:
+            for snapshot in (*self._spaces.values(), *self._containers.values()):
+                snapshot.begun = self._before(snapshot.owner)
+        for snapshot in self._hooks:
+            snapshot.begun = self._before(snapshot.owner)
 
     def _before(self, owner: Collection[object]) -> Collection[object]:
         """A copy of a dict or container as it was before the forward."""
@@ -288,18 +298,20 @@ class KeptState:
     def keep_those_of(self, earlier: KeptState) -> None:
         """Keep the present state of all that an earlier run of the same forward has kept."""
         self._paths = IdentityMap(earlier._paths.items())
-        self._spaces = IdentityMap(
-            (owner, self._snapshot(snapshot.owner, snapshot.path, snapshot.of_tensors))
-            for owner, snapshot in earlier._spaces.items()
-        )
+        self._spaces = IdentityMap((owner, self._present_of(snapshot)) for owner, snapshot in earlier._spaces.items())
         self._containers = IdentityMap(
-            (owner, self._snapshot(snapshot.owner, snapshot.path)) for owner, snapshot in earlier._containers.items()
+            (owner, self._present_of(snapshot)) for owner, snapshot in earlier._containers.items()
         )
         present, earlier._present = earlier._present, []
         self._places = {k: (place, now) for (k, (place, _)), now in zip(earlier._places.items(), present)}
         self._entries = list(earlier._entries)
         for value, (_, path) in earlier._opaque.items():
             self.keep_opaque(value, path)
+
+    def _present_of(self, snapshot: _Snapshot) -> _Snapshot:
+        """The present content of what `reaches_alike` has compared."""
+        before = snapshot.before if snapshot.unchanged else self._before(snapshot.owner)
+        return _Snapshot(snapshot.owner, before, before, snapshot.path, snapshot.of_tensors)
 
     def keep_hooks_of(self, module: nn.Module, path: str) -> None:
         """Keep the tables of the hooks of a module."""
@@ -308,37 +320,45 @@ class KeptState:
 
     def changes(self) -> Iterator[Change]:
         """The changes by the forward, compared with the present state."""
+        as_begun = True
         for snapshot in self._spaces.values():
             if not same_content(snapshot.owner, snapshot.begun):
+                as_begun = False
                 for change in _of_dict(snapshot, "{0}.{1}"):
                     if change.place.identity not in self._assigned_by_layers:
                         yield change
         for place, old in self._places.values():
             new = untraced_function(place.get())
-            looked_at = isinstance(place.owner, dict) and (
-                place.owner in self._paths or place.owner in self._containers
-            )
-            if new is not old and not looked_at and not _equal(old, new):
+            if new is old or _equal(old, new):
+                continue
+            as_begun = False
+            if not isinstance(place.owner, dict) or (
+                place.owner not in self._paths and place.owner not in self._containers
+            ):
                 yield Change(place, old, new)
         for cls, names in self._entries:
             for name in vars(cls).keys() - names:
                 if place_key(cls, name) not in self._places and not name.startswith("__"):
+                    as_begun = False
                     yield Change(GuardedPlace(cls, name, f"{cls.__name__}.{name}"), MISSING, vars(cls)[name])
         for snapshot in self._containers.values():
             container, before = snapshot.owner, snapshot.begun
             if same_content(container, before):
                 continue
+            as_begun = False
             found = list(_of_dict(snapshot, "{0}[{1!r}]")) if isinstance(container, dict) else []
             yield from found
             if not found:
                 yield Change(GuardedPlace(container, None, snapshot.path), tuple(before), tuple(container))
         for value, (state, path) in self._opaque.items():
             if not draws(value) and not equal_states(state_of(value), state):
+                as_begun = False
                 yield Change(GuardedPlace(value, None, path), (), ())
         for snapshot in self._hooks:
             for number, hook in _as_dict(snapshot.begun).items():
                 if number not in snapshot.owner:
                     yield Change(GuardedPlace(snapshot.owner, number, f"a hook of {snapshot.path}"), hook, MISSING)
+        self._as_begun = as_begun
 
     def is_hook(self, place: GuardedPlace) -> bool:
         """True for an entry of a table of hooks."""
@@ -366,13 +386,14 @@ class KeptState:
         self._restore_places()
 
     def _restore_places(self) -> None:
-        for place, old in self._places.values():
-            now = untraced_function(place.get())
-            if now is not old and not _equal(old, now):
-                place.set(old)
-        for cls, names in self._entries:
-            for name in [name for name in vars(cls).keys() - names if not name.startswith("__")]:
-                delattr(cls, name)
+        if not self._as_begun:
+            for place, old in self._places.values():
+                now = untraced_function(place.get())
+                if now is not old and not _equal(old, now):
+                    place.set(old)
+            for cls, names in self._entries:
+                for name in [name for name in vars(cls).keys() - names if not name.startswith("__")]:
+                    delattr(cls, name)
         for value, (state, _) in self._opaque.items():
             set_state(value, state)
 
@@ -382,7 +403,8 @@ class KeptState:
         for place, value in reversed(self._stood_for):
             place.set(value)
         for snapshot in (*self._spaces.values(), *self._containers.values()):
-            refill(snapshot.owner, snapshot.before)
+            if snapshot.begun is not snapshot.before or not self._as_begun:
+                refill(snapshot.owner, snapshot.before)
         for snapshot in self._hooks:
             _restore_hooks(_as_dict(snapshot.owner), _as_dict(snapshot.before))
 

@@ -61,6 +61,9 @@ _PLAIN = frozenset(
     }
 )
 
+#: Types of values that come from no file.
+_OF_NO_FILE = _PLAIN - {types.BuiltinFunctionType}
+
 #: Types of values that hold nothing: `_File` compares the values themselves.
 _SIMPLE = frozenset({type(None), bool, int, str, bytes})
 
@@ -159,7 +162,7 @@ def _places(modules: list[tuple[str, nn.Module]], functions: Sequence[object]) -
     classes = dict.fromkeys(
         cls for _, m in modules for cls in type(m).__mro__ if _users_module(cls.__module__) is not None
     )
-    attributes = [value for _, m in modules for value in vars(m).values()]
+    attributes = [value for _, m in modules for value in vars(m).values() if type(value) not in _OF_NO_FILE]
     names = [getattr(value, "__module__", None) for value in (*classes, *functions, *attributes)]
     waiting = [
         module
@@ -456,8 +459,12 @@ def _in_closures(functions: list[types.FunctionType]) -> tuple[list[GuardedPlace
     return places, cells
 
 
-#: Packages whose functions are not part of a model: the libraries beneath it, and test tools.
-_BENEATH = frozenset({"torch", "numpy", "sympy", "scipy", "shardwright", "pandas", "pytest", "_pytest", "hypothesis"})
+#: Packages whose functions make no tensors of a model: the libraries beneath it, those for files, texts, downloads and
+#: terminals, and test tools.
+_BENEATH = frozenset(
+    "torch triton numpy sympy scipy pandas shardwright PIL yaml jinja2 regex tokenizers safetensors huggingface_hub "
+    "requests urllib3 httpx httpcore anyio filelock packaging psutil rich tqdm pytest _pytest hypothesis".split()
+)
 
 
 def _users_module(name: str | None) -> types.ModuleType | None:

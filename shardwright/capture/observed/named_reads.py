@@ -130,14 +130,14 @@ class NamedReads(KeptState):
         for source, places in other._noted.items():
             self._noted.setdefault(source, {}).update(places)
 
-    def begin(self, numbers: Mapping[GuardedPlace, object], traced: bool = False) -> None:
+    def begin(self, numbers: Mapping[GuardedPlace, object], exported: bool = True, traced: bool = False) -> None:
         """Start recording: the forward begins.
 
         Args:
-            numbers: place -> its value during this forward.
+            numbers, exported: as of `KeptState.begin`.
             traced: True where the functions that run are noted. A debugger that traces goes on instead.
         """
-        super().begin(numbers)
+        super().begin(numbers, exported)
         self.running = True
         if traced and sys.gettrace() is None:
             self.ran = {}

@@ -127,19 +127,21 @@ class GuardedPlace:
         owner = self.owner
         if isinstance(owner, dict):
             return dict.get(owner, self.key, MISSING)  # not the `get` of a subclass of the user
+        if self.key is CALLED:
+            assert callable(owner)
+            return owner()
+        if isinstance(owner, type):
+            return owner.__dict__.get(str(self.key), MISSING)
         if isinstance(owner, types.CellType):
             try:
                 return owner.cell_contents
             except ValueError:
                 return MISSING
-        if self.key is CALLED:
-            assert callable(owner)
-            return owner()
         if isinstance(self.key, Entry):
             assert isinstance(owner, MutableMapping)
             return owner.get(self.key.name, MISSING)
         assert isinstance(self.key, str)  # the name of an attribute
-        return owner.__dict__.get(self.key, MISSING) if isinstance(owner, type) else getattr(owner, self.key, MISSING)
+        return getattr(owner, self.key, MISSING)
 
     def set(self, value: object) -> None:
         """Set the value of the place; `MISSING` removes it."""
@@ -222,10 +224,8 @@ def same_content(container: Collection[object], content: Collection[object]) -> 
     if isinstance(container, dict):
         kind = _plain(container)
         assert isinstance(content, dict)
-        return (
-            dict.__len__(container) == len(content)
-            and all(map(operator.eq, kind.keys(container), content))
-            and all(map(operator.is_, kind.values(container), content.values()))
+        return list(kind.keys(container)) == list(content) and all(
+            map(operator.is_, kind.values(container), content.values())
         )
     if isinstance(container, set):
         return bool(container == content)

@@ -27,11 +27,22 @@ from ...identity_tables import IdentityMap
 from ...layout import Digits, group_of, merge
 from ...partition.in_place_sums import sums_in_place
 from ...partition.local_program import GlobalExtreme, Redistribute
-from ...redistribution import CollectiveKind, Redistribution, redistribution
+from ...redistribution import Redistribution, redistribution
 from ...torch_private import module_table
 from ..compilation import Compilation
 from ..local.operators import plain_function
-from ..lowering import Lowered, Node, cast, copied, extreme, move, operand, sole_consumer, sum_of_gradient
+from ..lowering import (
+    Lowered,
+    Node,
+    cast,
+    copied,
+    extreme,
+    followed_by_gathers,
+    move,
+    operand,
+    sole_consumer,
+    sum_of_gradient,
+)
 from ..profile_ranges import bucket_text, named_module, profiling
 from ..redistribution_functions import ExtremeFunction, RedistributionFunction, Steps, redistributed, run_steps
 from ..saved_tensors import LoweredRegions, RegatheredWeights, RegionRun, Saver, keep
@@ -390,7 +401,7 @@ class RankExecutor:
         self._named: Callable[..., object] | None = None  # the program in ranges of a profile; made when one is taken
         buckets = (m.name for _, message in self.schedule.of("sum") for m in message.members)
         self.sums = {name: sums[name] for name in buckets if name in sums}
-        self.followed = [name for name, digits in self.sums.items() if _gathers_next(lowered, last[name], digits)]
+        self.followed = followed_by_gathers(lowered, {name: (last[name], merge(self.sums[name])) for name in self.sums})
 
     def attach(self, parameters: Mapping[str, Tensor]) -> None:
         """Tell the program the parameters whose local tensors will come in."""
@@ -668,17 +679,6 @@ def _finish(scattered: Sequence[Scatter], numbers: Sequence[int]) -> None:
     """Wait for messages of scatters, if they are under way."""
     for number in numbers:
         next(scatter for scatter in scattered if scatter.message == number).finish()
-
-
-def _gathers_next(lowered: Lowered, use: int, digits: Digits) -> bool:
-    """True where, in a backward, the first redistribution that communicates after that of node `use` gathers over
-    `digits`."""
-    for node in reversed(lowered.nodes[:use]):
-        backward = node.meta["instruction"].backward if node.target is move else None
-        if backward is not None and backward.collectives and sum_of_gradient(operand(node)) is not node:
-            first = backward.steps[0]
-            return first.kind is CollectiveKind.ALL_GATHER and first.digits == merge(digits)
-    return False
 
 
 def _recomputing(node: Node, target: Callable[..., object]) -> Callable[[dict[str, object]], object]:

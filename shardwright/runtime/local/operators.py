@@ -91,14 +91,20 @@ def _found(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:
     try:
         plain = _run(op)
         informed = changed(plain, target=INFORMED[op.target], args=(*op.args, None)) if op.target in INFORMED else plain
-        asked, longer = (_run(_longer(informed, lead), led, lead) for lead in ((ASKED,), sizes))
-        if not _keeps_apart(plain, asked, led) or [v.shape for v in longer.outputs if v is not None] != [
-            (*sizes, *v.shape) for v in plain.outputs if v is not None
-        ]:
+        asked = _run(_longer(informed, (ASKED,)), led, (ASKED,))
+        if not _is_longer(asked, plain, (ASKED,)) or not _keeps_apart(plain, asked, led):
+            return None
+        if len(sizes) > 1 and not _is_longer(_run(_longer(informed, sizes), led, sizes), plain, sizes):
             return None
     except Exception:  # shape functions and rules raise anything on calls that they do not support
         return None
     return _longer(informed, sizes)
+
+
+def _is_longer(longer: Op, plain: Op, lead: tuple[int, ...]) -> bool:
+    """True where the outputs of a call have the dims `lead` before those of the plain call."""
+    found, wanted = ([v.shape for v in op.outputs if v is not None] for op in (longer, plain))
+    return found == [(*lead, *shape) for shape in wanted]
 
 
 def told_of_dims(target: object) -> bool:
