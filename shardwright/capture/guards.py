@@ -330,6 +330,8 @@ class Guards:
 
         ``net.bfloat16()`` and assignments to ``.data`` change the tensor and leave the object.
         """
+        if self._tensors_unchanged():
+            return None
         for path, tensor, dtype, shape in zip(self._tensor_paths, self._tensors, self._dtypes, self._shapes):
             if tensor.dtype is not dtype or tensor.shape != shape:
                 before, now = (

@@ -12,6 +12,8 @@ by torch.compile". The alternative is ``AutoParallel(net, …, compile=True)`` o
 
 from __future__ import annotations
 
+import weakref
+
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -41,13 +43,17 @@ _KINDS = {
 }
 
 
+#: Class -> what `_kind` has found.
+_FOUND: weakref.WeakKeyDictionary[type, tuple[str, str] | None] = weakref.WeakKeyDictionary()
+
+
 def _kind(cls: type) -> tuple[str, str] | None:
     """The known wrapper that a class is or inherits from, and the alternative to it; None: none."""
-    for base in cls.__mro__:
-        for module, kind in _KINDS.items():
-            if base.__module__ == module or base.__module__.startswith(f"{module}."):
-                return kind
-    return None
+    if cls not in _FOUND:
+        names = [base.__module__ for base in cls.__mro__]
+        kinds = (k for n in names for module, k in _KINDS.items() if n == module or n.startswith(f"{module}."))
+        _FOUND[cls] = next(kinds, None)
+    return _FOUND[cls]
 
 
 def check_inside(net: nn.Module) -> None:
@@ -59,12 +65,8 @@ def check_inside(net: nn.Module) -> None:
     Raises:
         SettingError: a module is wrapped; the error names its path.
     """
-    kinds: dict[type, tuple[str, str] | None] = {}
     for path, module in net.named_modules():
-        cls = type(module)
-        if cls not in kinds:
-            kinds[cls] = _kind(cls)
-        kind = kinds[cls]
+        kind = _kind(type(module))
         if kind is None and _is_compiled(module):
             kind = _KINDS[COMPILER]
         if kind is not None:

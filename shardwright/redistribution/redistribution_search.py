@@ -99,6 +99,7 @@ def _prefixes(digits: Sequence[Digit]) -> list[int]:
     return out
 
 
+@lru_cache(maxsize=1 << 16)
 def refine(source: Layout, target: Layout) -> Refinement | None:
     """The common atoms of two layouts, or None where there are none (2-way here against 3-way there)."""
     layouts = (source, target)

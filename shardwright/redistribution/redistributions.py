@@ -494,8 +494,12 @@ class Redistribution:
             out.append(step.local_shape_after(out[-1]))
         return tuple(out)
 
-    def __str__(self) -> str:
+    @cached_property
+    def _text(self) -> str:
         return f"{self.source} -> {self.target}: {', '.join(map(str, self.steps)) or 'identity'}"
+
+    def __str__(self) -> str:  # fingerprints of plans have it for each redistribution
+        return self._text
 
 
 @lru_cache(maxsize=1 << 16)

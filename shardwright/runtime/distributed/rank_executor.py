@@ -97,10 +97,13 @@ class BoundRedistribute(nn.Module):
     """
 
     name = ""
+    forward_steps: Steps
+    backward_steps: Steps
+    label: str
 
     def __init__(self, forward_steps: Steps, backward_steps: Steps, label: str) -> None:
         super().__init__()
-        self.forward_steps, self.backward_steps, self.label = forward_steps, backward_steps, label
+        vars(self).update(forward_steps=forward_steps, backward_steps=backward_steps, label=label)  # no parameters
 
     def forward(self, x: Tensor) -> Tensor:
         if not x.requires_grad or not torch.is_grad_enabled():
@@ -306,6 +309,7 @@ class RankExecutor:
         self._eager = not compiled
         self._late = IdentityMap[Redistribute, Bound]()  # by instruction: its backward, which does not wait
         self._regathered: RegatheredWeights | None = None
+        self._meetings: dict[Redistribution, tuple[str, tuple[int, ...]]] = {}
         self._lines = {op.name: op.source for op in lowered.plan.graph.ops}
         self._instructions = lowered.plan.program.instructions
         self._places = IdentityMap((i, k) for k, i in enumerate(self._instructions))
@@ -661,18 +665,23 @@ class RankExecutor:
         self, steps: Redistribution, instruction: Redistribute | GlobalExtreme, way: str, more: int = 0
     ) -> WaitPoint:
         """The wait point of a redistribution, or of a message of it and `more` others."""
-        kinds = " and ".join(dict.fromkeys(step.kind for step in steps.collectives))
+        kinds, ranks = self._meetings.get(steps) or self._meetings.setdefault(steps, self._meeting(steps))
         line = self._lines.get(instruction.operator, "")
         value = instruction.source.value.name
         more_weights = f" and {more} other weights" if more else ""
         of = more_weights if value == instruction.operator else f" of {value!r}{more_weights}"
-        ranks = sorted({r for step in steps.collectives for r in group_of(self.groups.rank, step.digits)})
         return WaitPoint(
             f"the {kinds}{of} for operator {instruction.operator!r}{f' ({line})' if line else ''}"
             f"{', in its backward,' if way == 'backward' else ''}",
-            tuple(self.groups.base + r for r in ranks),
+            ranks,
             way == "backward",
         )
+
+    def _meeting(self, steps: Redistribution) -> tuple[str, tuple[int, ...]]:
+        """The kinds of a redistribution's collectives, and the ranks of the processes that meet in them."""
+        ranks = sorted({r for step in steps.collectives for r in group_of(self.groups.rank, step.digits)})
+        kinds = " and ".join(dict.fromkeys(step.kind for step in steps.collectives))
+        return kinds, tuple(self.groups.base + r for r in ranks)
 
 
 def _finish(scattered: Sequence[Scatter], numbers: Sequence[int]) -> None:
