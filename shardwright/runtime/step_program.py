@@ -247,14 +247,15 @@ def _on_processes(
         )
     else:
         sharded.take_buffers(holder, runtime.device)
-    trained = [name for name, parameter in holder.named_parameters() if parameter.requires_grad]
+    parameters = dict(holder.named_parameters())
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     schedule = plan.scheduled(not sharded.groups.exchanges, fusion, trained, stage=False)
     body = ProcessProgram(lowered, sharded.groups, schedule, compiled)
     leaves = sharded.leaves(
         holder,
         GradientSums(body.sums, body.types, sharded.groups, schedule, accumulation, body.scattered, body.followed),
     )
-    body.attach(dict(holder.named_parameters()))
+    body.attach(parameters)
     state = [leaves[n] for n in lowered.parameters] + [sharded.buffers[n] for n in lowered.buffers]
     state += [plan.graph.constants[n].to(runtime.device) for n in lowered.constants]
     if compiled:

@@ -511,17 +511,19 @@ EXECUTORS: dict[CollectiveKind, Callable[[RedistributionStep, Geometry, int, Pro
 
 
 def bind_all(steps: Redistribution, shape: tuple[int, ...], rank: int, groups: ProcessGroups) -> tuple[Bound, ...]:
-    """The steps of a redistribution on one rank, in their order; two of them may be one exchange (`_joined`).
+    """The steps of a redistribution on one rank, in their order; two of them may be one exchange (`_joined`). Equal
+    layers share them, and programs for several sizes of inputs.
 
     Args:
-        steps: the redistribution.
-        shape: of the rank's local tensor.
-        rank: among those that the layouts refer to.
-        groups: its process groups.
+        shape, rank: of the local tensor; the rank is one of those that the layouts refer to.
 
     Raises:
         LayoutError: a dim that its cut does not divide.
     """
+    return groups.once((steps, tuple(shape), rank), lambda: _bind_all(steps, shape, rank, groups))
+
+
+def _bind_all(steps: Redistribution, shape: tuple[int, ...], rank: int, groups: ProcessGroups) -> tuple[Bound, ...]:
     if 0 in shape:  # an empty tensor needs no messages
         after = steps.local_shapes(tuple(shape))[-1]
         return (lambda x: x.new_empty(after),)

@@ -11,7 +11,7 @@ and 5.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from ...layout import Digits, digits_size, group_of, groups, merge
 from ...process_runtime import current, torch_timeout
 from ...redistribution import digits_value
+from ..redistribution_functions import Steps
 from .shared_memory import SameHost, sharing
 
 __all__ = ["Group", "ProcessGroups", "Rider", "Scratch", "earlier_worlds", "group_of_ranks", "groups_of_world"]
@@ -82,6 +83,10 @@ def groups_of_world(several: Iterable[_Ranks]) -> list[dist.ProcessGroup]:
     return out
 
 
+#: The number of redistributions whose bound steps are remembered.
+MOST_BOUND = 4096
+
+
 class Scratch:
     """Memory into which ranks receive. Memory that is freed and allocated anew in each step costs its pages, and
     consecutive sums can share it; so the largest tensor requested is kept for the next sum."""
@@ -135,6 +140,20 @@ class ProcessGroups:
         self.share = sharing() if share is None else share
         self._groups: dict[Digits, Group] = {}
         self.scratch = Scratch()
+        self._bound: dict[object, Steps] = {}
+
+    def once(self, key: object, bind: Callable[[], Steps]) -> Steps:
+        """The steps of a redistribution, bound at the first call for the key, and remembered with `MOST_BOUND` others.
+
+        Args:
+            key: the redistribution, the shape of the local tensor and the rank.
+        """
+        found = self._bound.get(key)
+        if found is None:
+            if len(self._bound) >= MOST_BOUND:
+                self._bound.clear()
+            found = self._bound[key] = bind()
+        return found
 
     def of(self, digits: Digits) -> dist.ProcessGroup:
         """The group of the ranks that differ from this one in `digits` alone."""
