@@ -4,17 +4,19 @@
     python benchmarks/further_sizes.py --quick       few sizes
     python benchmarks/further_sizes.py --output further_sizes.json
 
-One thread, four devices in this process. A GPT in modes that decide by rules and by a search, with its loss beside it
-(`loss_fn`), with its parameters cut (`hsdp`), and as a pipeline of two stages and two micro-batches; the GPT-2 of
-transformers, without and with such a pipeline. Batch size and sequence length change at each call. The figures are
-seconds of processor time of the first call at a size, less those of the quicker of two more:
+One thread, four devices in this process, or two Gloo processes of one thread each. A GPT in modes that decide by rules
+and by a search, with its loss beside it (`loss_fn`), with its parameters cut (`hsdp`), and as a pipeline of two stages
+and two micro-batches; the GPT-2 of transformers, without and with such a pipeline. Batch size and sequence length
+change at each call. The figures are seconds of processor time of the first call at a size, less those of the quicker of
+two more:
 
     first          the first call of the model, which exports it
     further sizes  each call at another size, the second one too, which follows that export by a light run
     alone          the first call of a model that is exported and planned for this size alone, right beside it
     another model  the first call of one more model at this size, which follows the export of the one before
 
-The losses of all at each size are compared.
+One step on one device at the largest size comes first, for the memory of the process. The losses of all at each size
+are compared.
 """
 
 from __future__ import annotations
@@ -34,11 +36,12 @@ from race import ROOT, Figure, Results, Spread
 from rich.console import Console
 from torch import Tensor, nn
 
-sys.path.append(str(ROOT / "examples"))
+sys.path += [str(ROOT / "examples"), str(ROOT / "tests" / "support")]
 
 import torchvision_operators  # noqa: F401  before transformers imports torchvision
 import transformers
 from gpt import GPT
+from ranks import run_ranks
 
 import shardwright as sw
 from shardwright.capture.recapture import forget_programs
@@ -137,6 +140,8 @@ CASES = {
     "GPT-2 of transformers": Case(hugging_face=True),
     "GPT-2, pipeline": Case(hugging_face=True, stages=2),
 }
+#: The cases that run in processes too.
+PROCESSES, WORLD = ("semi_auto", "hsdp", "GPT-2 of transformers"), 2
 
 
 def added(model: sw.AutoParallel, batch: Sequence[Tensor]) -> tuple[float, float]:
@@ -157,12 +162,26 @@ def added(model: sw.AutoParallel, batch: Sequence[Tensor]) -> tuple[float, float
     return ends[0] - start - min(ends[1] - ends[0], ends[2] - ends[1]), loss
 
 
+def grow(case: Case, sizes: Sequence[tuple[int, int]]) -> None:
+    """Run one step of the plain model at the largest size.
+
+    The kernel gives the process the memory of such a step, a millisecond for each four megabytes, in a step on one
+    device as well: what a new size costs beside a plan is not measured.
+    """
+    net = case.wrapped().net
+    rows, length = max(sizes, key=lambda size: size[0] * size[1])
+    tokens = torch.zeros(rows * case.rows, length, dtype=torch.long)
+    made = net(tokens)
+    (loss_of(made, tokens) if case.beside else made).backward()
+
+
 def measure(results: Results, sizes: Sequence[tuple[int, int]]) -> None:
     small = torch.zeros(4, 8, dtype=torch.long)
     for case in CASES.values():  # what torch loads at its first capture is no model's cost
         if case in (Case(), Case(hugging_face=True)):
             case.wrapped()(small)
     for name, case in CASES.items():
+        grow(case, sizes)
         model = case.wrapped()
         seconds: dict[str, list[float]] = {}
         for number, (rows, length) in enumerate(sizes):
@@ -184,19 +203,47 @@ def measure(results: Results, sizes: Sequence[tuple[int, int]]) -> None:
             results.figures.append(Figure(name, f"{what}, s", Spread.of(taken_each), at_most=most))
 
 
+def first_calls(rank: int, world: int, case: Case, sizes: Sequence[tuple[int, int]]) -> list[float]:
+    """On a rank: the seconds of the first call of a model at each size."""
+    quiet()
+    grow(case, sizes)
+    model, seconds = case.wrapped(), []
+    for number, (rows, length) in enumerate(sizes):
+        shape = rows * case.rows, length
+        tokens = torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(number))
+        seconds.append(added(model, (tokens, tokens) if case.beside else (tokens,))[0])
+    return seconds
+
+
+def measure_processes(results: Results, sizes: Sequence[tuple[int, int]]) -> None:
+    """The same in processes; of each size the rank that took longest counts."""
+    for name in PROCESSES:
+        first, *further = map(max, zip(*run_ranks(first_calls, WORLD, CASES[name], sizes, timeout=600)))
+        section = f"{name}, {WORLD} processes"
+        results.figures.append(Figure(section, "first, s", Spread.of([first])))
+        results.figures.append(Figure(section, "further sizes, s", Spread.of(further), at_most=MOST))
+
+
+def quiet() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", sw.RecaptureWarning)
+    transformers.logging.set_verbosity_error()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="four further sizes")
     parser.add_argument("--output", type=Path, default=Path("further_sizes.json"), help="default: further_sizes.json")
     args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore", sw.RecaptureWarning)
-    transformers.logging.set_verbosity_error()
-    sw.init(devices=DEVICES)
+    quiet()
     console, results = Console(), Results()
     sizes = [(8, 32), (16, 48), (24, 64), (12, 16), (40, 32), (16, 24), (8, 56), (32, 32), (20, 40), (4, 64)]
+    if args.quick:
+        sizes = sizes[:5]
     with console.status("further sizes"):
-        measure(results, sizes[:5] if args.quick else sizes)
+        measure_processes(results, sizes)  # before this process has planned anything, of which ranks would know
+        sw.init(devices=DEVICES)
+        measure(results, sizes)
     return results.finish(console, args.output)
 
 
