@@ -622,7 +622,8 @@ class _Watch:
             hook.remove()
 
     def _begin(self, _: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        self._seen.begin(self._counters, not self._traced, self._traced and self._finder is None)
+        lightly = self._traced  # a light run puts no tensors of its own into the model
+        self._seen.begin(self._counters, exported=not lightly, traced=lightly and self._finder is None)
         self.asked.begin(pytree.tree_leaves(opened((args, kwargs))))
         # torch.export turns an assigned buffer of the outermost module into a copy, which fails where the assigned
         # tensor is an input or another buffer. Without torch's hooks the buffers of all modules are treated alike.

@@ -23,6 +23,7 @@ from ..torch_private import FakeTensor, FakeTensorMode, no_torch_function, schem
 
 __all__ = [
     "META",
+    "PLAIN",
     "Differs",
     "OperatorResult",
     "Outline",
@@ -46,7 +47,7 @@ _BESIDE = ("profiler", "prim")
 _REMEMBERED = 256
 
 #: Types of most arguments besides tensors.
-_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype})
+PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 
 META = torch.device("meta")
 
@@ -244,7 +245,7 @@ def form_of_arguments(x: object, tensors: list[torch.Tensor]) -> object:
         tensors.append(x)
         return (tuple(x.shape), x.stride(), x.dtype, x.device), x.requires_grad
     if isinstance(x, (list, tuple)):
-        return type(x), tuple([(type(y), y) if type(y) in _PLAIN else form_of_arguments(y, tensors) for y in x])
+        return type(x), tuple([(type(y), y) if type(y) in PLAIN else form_of_arguments(y, tensors) for y in x])
     return type(x), x
 
 

@@ -60,6 +60,7 @@ from .annotations import MARK
 from .observed.attribute_patches import module_calls
 from .observed_state import Observation
 from .outlines import (
+    PLAIN,
     Differs,
     OperatorResult,
     Outline,
@@ -99,9 +100,6 @@ Call = tuple[tuple[object, ...], dict[str, object]]
 
 #: Operators to which export gives another name.
 _EXPORTED: dict[Target, Target] = {aten.lift_fresh.default: aten.lift_fresh_copy.default}
-
-#: Types of most arguments besides tensors.
-_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 
 #: Calls of one operator that `Program.by_meta` compares.
 _COMPARED = 8
@@ -272,7 +270,7 @@ def structure_of(
     kinds = tuple(
         (x.dtype, x.dim(), x.requires_grad)
         if isinstance(x, torch.Tensor)
-        else (type(x), x if type(x) in _PLAIN else None)
+        else (type(x), x if type(x) in PLAIN else None)
         for x in leaves
     )
     casting = current("cpu", *([] if device is None else [torch.device(device).type]))
@@ -621,7 +619,7 @@ class AsRun(AsExported):
             mine: the argument of the exported node.
             theirs: the argument in the run.
         """
-        if type(mine) in _PLAIN and type(theirs) in _PLAIN:
+        if type(mine) in PLAIN and type(theirs) in PLAIN:
             return theirs
         if isinstance(mine, torch.fx.Node):
             if not is_same(self._made.get(mine), theirs) and not self._is_constant(mine, theirs):

@@ -319,7 +319,8 @@ class KeptState:
             self._hooks.append(self._snapshot(hooks, path))
 
     def changes(self) -> Iterator[Change]:
-        """The changes by the forward, compared with the present state."""
+        """The changes by the forward, compared with the present state. Where there was none,
+        `put_back` does not look at the state again."""
         as_begun = True
         for snapshot in self._spaces.values():
             if not same_content(snapshot.owner, snapshot.begun):

@@ -103,7 +103,7 @@ class BoundRedistribute(nn.Module):
 
     def __init__(self, forward_steps: Steps, backward_steps: Steps, label: str) -> None:
         super().__init__()
-        vars(self).update(forward_steps=forward_steps, backward_steps=backward_steps, label=label)  # no parameters
+        vars(self).update(forward_steps=forward_steps, backward_steps=backward_steps, label=label)  # in one go
 
     def forward(self, x: Tensor) -> Tensor:
         if not x.requires_grad or not torch.is_grad_enabled():
