@@ -67,10 +67,12 @@ from .outlines import (
     Results,
     Target,
     Tensors,
+    by_formula,
     computed,
     computed_on_meta,
     facts_of,
     form_of_arguments,
+    is_grad_enabled,
     is_same,
     outlines_of,
     written_names,
@@ -438,7 +440,7 @@ class LightRun:
         if facts.beside:
             with self._beneath():
                 return target(*args, **kwargs)
-        grad, casting = torch.is_grad_enabled(), current(*self._device_types)
+        grad, casting = is_grad_enabled(), current(*self._device_types)
         if target is aten.lift_fresh.default and self._calls and self._calls[-1].made is args[0]:
             args = self._lifted(args)
         tensors: list[torch.Tensor] = []
@@ -485,12 +487,15 @@ class LightRun:
         tensors: Sequence[torch.Tensor],
     ) -> Results:
         """The results of an operator as `OperatorResult`s."""
+        with self._beneath():
+            agreements = [] if current(*self._device_types) else [p.by_meta(target) for p in self._programs]
+        by_meta = True in agreements and False not in agreements
+        if by_meta and (found := by_formula(target, args, kwargs, tensors)) is not None:
+            return found
         with ExitStack() as stack:
             stack.enter_context(self._beneath())
-            agreements = [] if current(*self._device_types) else [p.by_meta(target) for p in self._programs]
-            by_meta = True in agreements and False not in agreements
             stack.enter_context(no_python_dispatcher())
-            stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled() and not written_names(target)))
+            stack.enter_context(torch.set_grad_enabled(is_grad_enabled() and not written_names(target)))
             if by_meta:
                 return computed_on_meta(target, args, kwargs, form, tensors)
             fakes = FakeTensorMode(allow_non_fake_inputs=True)

@@ -513,12 +513,18 @@ def test_a_mistake_in_a_recapture_is_no_reason_to_export_anew(owner, name, monke
 
 @pytest.fixture
 def called(monkeypatch):
-    """Receives each operator that is called on tensors without elements; no call is remembered at first."""
+    """Receives each operator of torch that is called on tensors without elements; no call is remembered at first."""
     made, plain = [], outlines.computed
+
+    def call(target, *args):
+        if target.namespace == "aten":
+            made.append(target)
+        return plain(target, *args)
+
     for facts in outlines._FACTS.values():
         facts.on_meta.clear()
     for module in (outlines, recapture):
-        monkeypatch.setattr(module, "computed", lambda *args: made.append(args[0]) or plain(*args))
+        monkeypatch.setattr(module, "computed", call)
     return made
 
 
@@ -534,7 +540,7 @@ def test_operators_of_one_form_are_called_once(called):
             counts.append(len(called))
             called.clear()
     assert counts[2] == counts[5] > 0
-    assert counts[0] <= counts[3] <= counts[0] + 2  # the second run compares meta with fake tensors besides
+    assert abs(counts[3] - counts[0]) <= 2  # the second run compares some calls on meta with those on fake tensors
 
 
 def test_calls_of_a_form_are_remembered(called):
@@ -543,7 +549,7 @@ def test_calls_of_a_form_are_remembered(called):
     first = list(called)
     called.clear()
     capture(Language(2), (labels(32, 16).view(4, 8),))
-    assert len(called) < len(first) / 3 and torch.ops.aten.linear.default not in called
+    assert len(called) < len(first) / 3 and torch.ops.aten.transpose.int not in called
 
 
 def test_meta_tensors_are_asked_where_they_tell_the_same_as_fake_tensors():
