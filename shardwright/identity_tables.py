@@ -37,7 +37,11 @@ class IdentityMap(MutableMapping[K, V]):
     __slots__ = ("_entries",)
 
     def __init__(self, entries: Iterable[tuple[K, V]] = ()) -> None:
-        self._entries: dict[int, tuple[K, V]] = {id(key): (key, value) for key, value in entries}
+        self._entries: dict[int, tuple[K, V]]
+        if isinstance(entries, _Items):
+            self._entries = dict(entries._mapping._entries)
+        else:
+            self._entries = {id(key): (key, value) for key, value in entries}
 
     def __getitem__(self, key: K) -> V:
         found = self._entries.get(id(key))
@@ -112,7 +116,11 @@ class IdentitySet(MutableSet[K]):
     __slots__ = ("_members",)
 
     def __init__(self, members: Iterable[K] = ()) -> None:
-        self._members: dict[int, K] = {id(member): member for member in members}
+        self._members: dict[int, K]
+        if isinstance(members, IdentitySet):
+            self._members = dict(members._members)
+        else:
+            self._members = {id(member): member for member in members}
 
     def add(self, value: K) -> None:
         """Add a member."""

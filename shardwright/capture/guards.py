@@ -34,17 +34,25 @@ from torch import nn
 from ..identity_tables import IdentitySet
 from ..torch_private import DisableTorchFunctionSubclass, buffer_table, hook_tables, parameter_table, part_tables
 from .observed.opaque_state import equal_states, guarded_state, state_of
-from .observed.places import CALLED, CONTAINERS, MISSING, GuardedPlace, contents, entries, is_simple, same, spelled
+from .observed.places import (
+    CALLED,
+    CONTAINERS,
+    MISSING,
+    GuardedPlace,
+    contents,
+    entries,
+    is_simple,
+    same,
+    spelled,
+    value_in_class,
+    value_in_dict,
+)
 
 __all__ = ["CONTAINERS", "HOOKS", "MISSING", "Condition", "GuardedPlace", "Guards", "contents", "is_simple", "spelled"]
 
 
 #: Kinds of hooks on which a captured program depends.
 HOOKS = ("forward-pre hooks", "forward hooks", "backward hooks", "backward-pre hooks")
-
-#: ``dict.get(table, key, default)`` and the same of the attributes of a class, as functions of any objects.
-_get: Callable[[dict[object, object], object, object], object] = dict.get
-_class_get: Callable[[types.MappingProxyType[str, object], str, object], object] = types.MappingProxyType.get
 
 
 def _identical(a: Sequence[object], b: Sequence[object]) -> bool:
@@ -246,13 +254,13 @@ class Guards:
         """True where every guarded object is identical to the recorded one."""
         try:
             return (
-                all(map(is_, map(_get, self._dicts, self._names, repeat(MISSING)), self._values))
+                all(map(is_, map(value_in_dict, self._dicts, self._names, repeat(MISSING)), self._values))
                 and not any(self._empty)
                 and list(map(len, self._full)) == self._counts
                 and all(map(is_, chain.from_iterable(map(dict.values, self._full)), self._members))
                 and self._tensors_unchanged()
                 and all(
-                    map(is_, map(_class_get, self._classes, self._class_names, repeat(MISSING)), self._class_values)
+                    map(is_, map(value_in_class, self._classes, self._class_names, repeat(MISSING)), self._class_values)
                 )
                 and all(map(is_, map(_cell_contents, self._cells), self._cell_values))
                 and all(_identical(entries(container), was) for container, was, _ in self._containers)

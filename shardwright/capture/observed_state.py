@@ -102,6 +102,8 @@ class Observation(NamedReads):
         self._attributes: list[tuple[object, type, object]] = []  # objects, with their classes and attributes
         self._users_hooks: list[object] = []  # those of `_hooked` and of all modules
         self._hooked: list[nn.Module] = []
+        self._seen_earlier: dict[tuple[int, object], GuardedPlace] = {}  # the reads that an earlier run has seen
+        self._descriptors: dict[tuple[type, str], bool] = {}  # class, attribute -> what `_has_descriptor` has found
         self._files: tuple[int, list[dict[str, object]]] | None = None  # the number of functions, and their files
         self._stack = contextlib.ExitStack()
 
@@ -180,6 +182,7 @@ class Observation(NamedReads):
         self._seen = IdentitySet(earlier._seen)
         self._hooked, self._users_hooks, self._files = earlier._hooked, earlier._users_hooks, earlier._files
         self.find_those_of(earlier)
+        self._seen_earlier = earlier._noted[SEEN]
         for cls in earlier._classes:
             self._classes.add(cls)
             self._watch(cls)
@@ -207,6 +210,7 @@ class Observation(NamedReads):
         values = [*(module for _, module in self._modules), *self._seen]
         self._attributes = [(value, type(value), _attributes_of(value)) for value in values]
         self.forget_tensors()
+        self._seen_earlier = {}
 
     def changes(self) -> Iterator[Change]:
         self.running = False
@@ -245,20 +249,29 @@ class Observation(NamedReads):
         except AttributeError:  # slots
             attributes = None
         owner = obj if attributes is None else attributes
-        path, key = self._paths.get(owner), place_key(owner, name)
-        if path is None or key in self._noted[SEEN] or key in self.written:
-            return  # without a path the object was created by the forward, or passed to it
+        key, seen = place_key(owner, name), self._noted[SEEN]
+        if key in seen or key in self.written:
+            return
+        path = self._paths.get(owner)
+        if path is None:
+            return  # the object was created by the forward, or passed to it
         if attributes is not None:
-            if isinstance(obj, nn.Module) and is_part(attributes, name):
+            is_module = isinstance(obj, nn.Module)
+            if is_module and is_part(attributes, name):
                 return
             if name == "__dict__":
                 for each in [*attributes]:
                     if each not in STANDARD:
                         self.attribute_read(obj, each)
                 return
-            self._note(GuardedPlace(attributes, name, f"{path}.{name}"))
-            self._kind_of(obj, path)
-            if name in attributes and not _has_descriptor(type(obj), name):
+            known = self._seen_earlier.get(key)
+            if known is not None and self._source is SEEN and key in self._looked_at:
+                seen[key] = known
+            else:
+                self._note(GuardedPlace(attributes, name, f"{path}.{name}"))
+            if not is_module:
+                self._kind_of(obj, path)
+            if name in attributes and not self._has_descriptor(type(obj), name):
                 return
         slot = next((vars(cls)[name] for cls in type(obj).__mro__ if name in vars(cls)), None)
         if isinstance(slot, types.MemberDescriptorType):
@@ -269,11 +282,19 @@ class Observation(NamedReads):
 
     def _kind_of(self, obj: object, path: str) -> None:
         """Record that the class of an object was read."""
-        if place_key(obj, "__class__") in self._noted[SEEN] or isinstance(obj, nn.Module):
+        if isinstance(obj, nn.Module) or place_key(obj, "__class__") in self._noted[SEEN]:
             return
         place = GuardedPlace(obj, "__class__", f"{path}.__class__")
         self._noted[SEEN][place.identity] = place
         self._lineage(type(obj), built=True)
+
+    def _has_descriptor(self, cls: type, name: str) -> bool:
+        """True where a descriptor of the user comes before an attribute of the object itself."""
+        known = self._descriptors.get((cls, name))
+        if known is None:
+            found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+            known = self._descriptors[cls, name] = found is not None and hasattr(type(found), "__set__")
+        return known
 
     def _class_place(self, cls: type, name: str, path: str) -> None:
         """Record a read of an attribute that the class of an object has, or may get."""
@@ -523,9 +544,3 @@ def _hooks_of(module: nn.Module | None) -> Iterator[object]:
     for hook in (*hooks_of(module).forward_pre.values(), *hooks_of(module).forward.values()):
         if not str(getattr(hook, "__module__", "")).startswith("shardwright."):
             yield hook
-
-
-def _has_descriptor(cls: type, name: str) -> bool:
-    """True where a descriptor of the user comes before an attribute of the object itself."""
-    found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
-    return found is not None and hasattr(type(found), "__set__")

@@ -18,6 +18,8 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import compress
+from operator import is_not, itemgetter
 
 import torch
 from torch import nn
@@ -27,7 +29,18 @@ from ...torch_private import forward_hook_tables, part_tables
 from ..regions import IN_PLACE_OF
 from .memoised_functions import MemoisedStandIn
 from .opaque_state import draws, equal_states, set_state, state_of, watch_state
-from .places import CONTAINERS, MISSING, GuardedPlace, contents, entries, filled, place_key, refill, same_content
+from .places import (
+    CONTAINERS,
+    MISSING,
+    GuardedPlace,
+    PlaceReader,
+    contents,
+    entries,
+    filled,
+    place_key,
+    refill,
+    same_content,
+)
 
 __all__ = ["PLAIN", "Change", "KeptState", "untraced_function"]
 
@@ -162,7 +175,9 @@ class KeptState:
         self._opaque: IdentityMap[object, tuple[tuple[object, ...], str]] = IdentityMap()
         self._replaced: dict[GuardedPlace, object] = {}  # a place -> its number, while a counter replaces it
         self._stood_for: list[tuple[GuardedPlace, object]] = []  # places of stand-ins -> the objects behind them
-        self._present: list[object] = []  # the values of `_places`, while a further run keeps them
+        self._reader = PlaceReader(())  # of the first of `_places`, in their order
+        #: Those of `_places` that have other values now, while a further run keeps these.
+        self._present: dict[tuple[int, object], tuple[GuardedPlace, object]] = {}
         self._assigned_by_layers: set[tuple[int, object]] = set()  # attributes that torch's layers assign to themselves
         self._as_begun = False  # True where `changes` has found all but generators and hooks as the forward began
 
@@ -276,7 +291,11 @@ class KeptState:
         for place, value in reversed(self._stood_for):
             if place.identity in self._places:
                 self._places[place.identity] = place, value
-        self._places = {identity: (place, _without_tensor(old)) for identity, (place, old) in self._places.items()}
+        if len(self._reader.places) != len(self._places):
+            self._reader = PlaceReader([place for place, _ in self._places.values()])
+            self._places = {place.identity: self._places[place.identity] for place in self._reader.places}
+        if any(issubclass(kind, torch.Tensor) for kind in {type(old) for _, old in self._places.values()}):
+            self._places = {identity: (place, _without_tensor(old)) for identity, (place, old) in self._places.items()}
         self._opaque = IdentityMap((value, ((), path)) for value, (_, path) in self._opaque.items())
         self._hooks.clear()
         self._replaced.clear()
@@ -286,14 +305,27 @@ class KeptState:
         """True where the kept state leads to the same objects as before the capture."""
         return (
             all(snapshot.reaches_alike() for snapshot in (*self._spaces.values(), *self._containers.values()))
-            and all(map(_reaches_alike, (old for _, old in self._places.values()), self._values()))
+            and self._places_reach_alike()
             and all(_own_names(cls) == _own_names(names) for cls, names in self._entries)
         )
 
-    def _values(self) -> list[object]:
-        """The present values of the kept places."""
-        self._present = [untraced_function(place.get()) for place, _ in self._places.values()]
-        return self._present
+    def _places_reach_alike(self) -> bool:
+        self._present = {}
+        for place, old, new in self._differing():
+            if not _reaches_alike(old, new):
+                return False
+            self._present[place.identity] = place, new
+        return True
+
+    def _differing(self) -> Iterator[tuple[GuardedPlace, object, object]]:
+        """The kept places whose values are other objects than the kept ones: place, kept value, present value."""
+        copies, present = list(self._places.values()), self._reader.values()
+        present += [place.get() for place, _ in copies[len(present) :]]
+        differ = map(is_not, present, map(itemgetter(1), copies))
+        for (place, old), new in compress(zip(copies, present), differ):
+            new = untraced_function(new)
+            if new is not old:
+                yield place, old, new
 
     def keep_those_of(self, earlier: KeptState) -> None:
         """Keep the present state of all that an earlier run of the same forward has kept."""
@@ -302,8 +334,7 @@ class KeptState:
         self._containers = IdentityMap(
             (owner, self._present_of(snapshot)) for owner, snapshot in earlier._containers.items()
         )
-        present, earlier._present = earlier._present, []
-        self._places = {k: (place, now) for (k, (place, _)), now in zip(earlier._places.items(), present)}
+        self._reader, self._places = earlier._reader, earlier._places | earlier._present
         self._entries = list(earlier._entries)
         for value, (_, path) in earlier._opaque.items():
             self.keep_opaque(value, path)
@@ -328,9 +359,8 @@ class KeptState:
                 for change in _of_dict(snapshot, "{0}.{1}"):
                     if change.place.identity not in self._assigned_by_layers:
                         yield change
-        for place, old in self._places.values():
-            new = untraced_function(place.get())
-            if new is old or _equal(old, new):
+        for place, old, new in self._differing():
+            if _equal(old, new):
                 continue
             as_begun = False
             if not isinstance(place.owner, dict) or (
@@ -388,9 +418,8 @@ class KeptState:
 
     def _restore_places(self) -> None:
         if not self._as_begun:
-            for place, old in self._places.values():
-                now = untraced_function(place.get())
-                if now is not old and not _equal(old, now):
+            for place, old, now in self._differing():
+                if not _equal(old, now):
                     place.set(old)
             for cls, names in self._entries:
                 for name in [name for name in vars(cls).keys() - names if not name.startswith("__")]:
