@@ -146,7 +146,9 @@ def map_values(tree: Any, change: Callable[[Value], object]) -> Any:
     if kind is Value:
         return change(tree)
     if kind in _SEQUENCES:  # a call of this function for each leaf would take most of the time
-        return kind([x if type(x) in _PLAIN_LEAVES else map_values(x, change) for x in tree])
+        return kind(
+            [change(x) if type(x) is Value else x if type(x) in _LEAVES else map_values(x, change) for x in tree]
+        )
     if kind in _MAPPINGS:
         return kind([(key, map_values(branch, change)) for key, branch in tree.items()])
     if kind in _LEAVES or not _nests(kind):
@@ -255,7 +257,6 @@ _ATOMS = frozenset({int, bool, str, type(None)})
 
 #: The most frequent types of arguments that hold none.
 _LEAVES = frozenset({Value, int, float, bool, str, type(None), torch.dtype, torch.device, torch.Tensor})
-_PLAIN_LEAVES = _LEAVES - {Value}
 
 
 def _nests(kind: type) -> bool:

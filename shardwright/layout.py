@@ -524,22 +524,7 @@ class Layout:
         Raises:
             LayoutError: another number of dims, or a dim that its cut does not divide.
         """
-        dims = self.tensor_dims
-        if len(dims) != len(shape):
-            raise LayoutError(f"the layout has {len(dims)} dims, the tensor {tuple(shape)} has {len(shape)}")
-        out = []
-        for dim, (size, digits) in enumerate(zip(shape, dims)):
-            if not digits:
-                out.append(size)
-                continue
-            cut = digits_size(digits)
-            if size % cut:
-                raise LayoutError(
-                    f"dim {dim} of {tuple(shape)} has size {size}, which does not divide by {cut}",
-                    legal=f"a cut among {[c for c in range(1, size + 1) if size % c == 0]}" if size <= 4096 else None,
-                )
-            out.append(size // cut)
-        return tuple(out)
+        return _local_shape(self, tuple(shape))
 
     def padded(self, shape: Sequence[int]) -> tuple[int, ...]:
         """`shape` with every dim rounded up to a multiple of its cut."""
@@ -654,6 +639,27 @@ def _shortened(ranks: tuple[int, ...]) -> str:
         return str(ranks)
     ends = (", ".join(map(str, part)) for part in (ranks[:SHOWN_RANKS], ranks[-SHOWN_RANKS:]))
     return f"({', ..., '.join(ends)})"
+
+
+@lru_cache(maxsize=1 << 14)
+def _local_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """See `Layout.local_shape`: equal layers of a model ask for equal shapes."""
+    dims = layout.tensor_dims
+    if len(dims) != len(shape):
+        raise LayoutError(f"the layout has {len(dims)} dims, the tensor {shape} has {len(shape)}")
+    out = []
+    for dim, (size, digits) in enumerate(zip(shape, dims)):
+        if not digits:
+            out.append(size)
+            continue
+        cut = digits_size(digits)
+        if size % cut:
+            raise LayoutError(
+                f"dim {dim} of {shape} has size {size}, which does not divide by {cut}",
+                legal=f"a cut among {[c for c in range(1, size + 1) if size % c == 0]}" if size <= 4096 else None,
+            )
+        out.append(size // cut)
+    return tuple(out)
 
 
 def _restore(*values: Any) -> Layout:

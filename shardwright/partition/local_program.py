@@ -8,9 +8,8 @@
    (`InputPlacement`), the layout that a rank is fed.
 
 3. Portable decisions (`PortableDecisions`): decisions without the graph they were made on. One rank hands them to
-   other ranks that hold the same graph, and derive from it what follows, such as rules and shapes:
-
-    decisions + the search's report = PortableDecisions + graph
+   other ranks that hold the same graph, and derive from it what follows, such as rules and shapes: decisions with the
+   search's report are `PortableDecisions` with the graph.
 
 A plan document (`planfile/plan_document.py`) also holds the graph and figures, for readers without the model.
 
@@ -98,6 +97,7 @@ class LocalOp:
     kwargs: dict[str, object]
     outputs: tuple[PlacedValue | None, ...]
     operator: str  # the operator of the user's program that this one is part of
+    as_written: bool = False  # True where the call is that of `op`
 
     def output(self, i: int) -> PlacedValue:
         """Output i of an operator whose output i is a tensor."""

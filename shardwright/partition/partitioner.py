@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from ..cluster import Cluster
 from ..errors import PlanError
-from ..graph import SEED, Graph, Op, Value, map_values
+from ..graph import SEED, Graph, Op, Value, form_of, map_values
 from ..identity_tables import IdentityCache, IdentityMap
 from ..layout import Digit, Digits, Layout, beside
 from ..redistribution import (
@@ -252,6 +252,7 @@ class Partitioner:
         self.completed: dict[str, PlacedValue] = {}
         self.moves: dict[tuple[object, ...], PlacedValue] = {}
         self.uses: dict[str, list[Use]] = {}
+        self.uses_by: IdentityMap[Op, list[Use]] = IdentityMap()  # operator -> the use of each of its inputs
         self.widened: dict[
             str, Digits
         ] = {}  # cast or view of a parameter -> the partial sum of gradients that passes on
@@ -259,8 +260,8 @@ class Partitioner:
         self.producer: dict[str, str] = {}  # value name -> the operator of the user's program that produced it
         self.names: set[str] = set()
         self.padded: dict[str, Value] = {}  # parameter -> the padded value that is stored
-        #: How an input is read, by its index and the bound rule and assignment, which equal layers share.
-        self.reads = IdentityCache()
+        #: Facts that equal layers share: how an input is read, which operators run as they are.
+        self.shared = IdentityCache()
         self.notes: list[str] = []
 
     def run(self) -> LocalProgram:
@@ -322,14 +323,21 @@ class Partitioner:
     def pieces(self, decision: Decision) -> list[tuple[Op, Rule, Bound, Assignment]]:
         """The operators that do the work of the decided one under its assignment: that one itself, or several."""
         op = decision.op
-        if any(v.name in self.renamed for v in op.inputs):
+        if self.renamed and any(v.name in self.renamed for v in op.inputs):
             op = replace(
                 op,
                 inputs=tuple(map(self.now, op.inputs)),
                 args=map_values(op.args, self.now),
                 kwargs=map_values(op.kwargs, self.now),
             )
-        steps, renamed = expand(op, decision.rule, decision.bound, decision.assignment)
+        rule, bound, assignment = decision.rule, decision.bound, decision.assignment
+        expands = rule.expand
+        if expands is None:
+            return [(op, rule, bound, assignment)]
+        call = form_of(op), op.micro, op.fast
+        if self.shared.once(call, (rule, bound, assignment), lambda: expands(op, bound, assignment) is None):
+            return [(op, rule, bound, assignment)]
+        steps, renamed = expand(op, rule, bound, assignment)
         self.renamed.update(renamed)
         return steps
 
@@ -400,8 +408,10 @@ class Partitioner:
         for decision, op, _rule, bound, assignment in reversed(work):
             if decision.op.name in ways:
                 self.widen(op, bound, assignment)
-            for i in reversed(range(len(op.inputs))):
-                self.uses.setdefault(op.inputs[i].name, []).append(self.use(decision, op, bound, assignment, i))
+            mine = [self.use(decision, op, bound, assignment, i) for i in range(len(op.inputs))]
+            self.uses_by[op] = mine
+            for value, use in zip(reversed(op.inputs), reversed(mine)):
+                self.uses.setdefault(value.name, []).append(use)
         for uses in self.uses.values():
             uses.reverse()
 
@@ -422,7 +432,7 @@ class Partitioner:
             assert layout is not None
             return layout, tuple(sorted(bound.gradient_partial(index, assignment))), bound.halos(index, assignment)
 
-        layout, partial, halos = self.reads.once(index, (bound, assignment), read)
+        layout, partial, halos = self.shared.once(index, (bound, assignment), read)
         value = op.inputs[index]
         if not value.requires_grad or value.name in self.widened:
             partial = ()
@@ -485,8 +495,10 @@ class Partitioner:
     def compute(self, decision: Decision, op: Op, rule: Rule, bound: Bound, assignment: Assignment) -> None:
         open_ = self.open_through(decision, op, rule, assignment)
         got = []
+        # A view of a parameter may be widened after its consumers were collected.
+        uses = self.uses_by[op] if not self.widened else None
         for i, value in enumerate(op.inputs):
-            use = self.use(decision, op, bound, assignment, i)
+            use = self.use(decision, op, bound, assignment, i) if uses is None else uses[i]
             if open_ is not None:
                 use = use._replace(input_layout=use.input_layout.with_partial(open_))
             got.append(self.obtain(value, use))
@@ -505,7 +517,8 @@ class Partitioner:
                 layout = layout.with_partial(open_ + layout.partial)
             outputs.append(self.make(output, layout))
             k += 1
-        self.out.append(LocalOp(op, local.target, tuple(args), kwargs, tuple(outputs), decision.op.name))
+        as_written = local.target is op.target and local.args is op.args and local.kwargs is op.kwargs
+        self.out.append(LocalOp(op, local.target, tuple(args), kwargs, tuple(outputs), decision.op.name, as_written))
         self.producer.update((v.name, decision.op.name) for v in op.outputs if v is not None)
         for placed in outputs:
             if placed is not None and placed.layout.partial and placed.layout.reduction != "sum":

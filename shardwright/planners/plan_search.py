@@ -478,10 +478,12 @@ def at_other_sizes(
     if plan.devices != devices or len(plan.graph.ops) != len(graph.ops):
         return None
     alike: dict[tuple[Form, Form], bool] = {}  # equal layers have operators of one form
+    named_alike = plan.graph.parameters.keys() == graph.parameters.keys()
     for mine, theirs in zip(plan.graph.ops, graph.ops):
         if (mine.name, mine.target, mine.mark) != (theirs.name, theirs.target, theirs.mark):
             return None
-        if _parameters(plan.graph, mine) != _parameters(graph, theirs):
+        same_inputs = named_alike and [v.name for v in mine.inputs] == [v.name for v in theirs.inputs]
+        if not same_inputs and _parameters(plan.graph, mine) != _parameters(graph, theirs):
             return None
         forms = form_of(mine), form_of(theirs)
         are_alike = alike.get(forms)
@@ -502,7 +504,8 @@ def at_other_sizes(
         assignment = once(digits, (earlier.bound, bound), partial(_onto, earlier, bound, devices))
         if assignment is None:
             return None
-        op = changed(op, recompute=earlier.op.recompute)
+        if op.recompute != earlier.op.recompute:
+            op = changed(op, recompute=earlier.op.recompute)
         decisions[op.name] = changed(earlier, op=op, rule=rule, bound=bound, assignment=assignment)
     return Decisions(decisions, plan.batch_dims, found, plan.hsdp)
 

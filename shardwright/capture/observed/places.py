@@ -8,11 +8,11 @@ The value of the place is that of the dict, such as 2.0; ``set(5.0)`` on the pla
 from __future__ import annotations
 
 import collections
+import copy
 import operator
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, MutableMapping, MutableSequence
-from dataclasses import dataclass
 from enum import Enum
 from itertools import repeat
 from typing import NamedTuple, TypeVar, overload
@@ -111,7 +111,6 @@ value_in_dict: Callable[[dict[object, object], object, object], object] = dict.g
 value_in_class: Callable[[types.MappingProxyType[str, object], str, object], object] = types.MappingProxyType.get
 
 
-@dataclass(frozen=True, eq=False)
 class GuardedPlace:
     """A place in which Python keeps a value.
 
@@ -120,16 +119,22 @@ class GuardedPlace:
             environment, with an `Entry`; a function, with `CALLED`.
         key: the key of the dict, or the name of the attribute.
         path: the user's name for the place: ``net.blocks.0.beta``.
+
+    Attributes:
+        identity: see `place_key`.
     """
 
-    owner: object
-    key: object
-    path: str
+    __slots__ = ("identity", "key", "owner", "path")
 
-    @property
-    def identity(self) -> tuple[int, object]:
-        """See `place_key`."""
-        return id(self.owner), self.key
+    def __init__(self, owner: object, key: object, path: str) -> None:
+        self.owner, self.key, self.path = owner, key, path
+        self.identity: tuple[int, object] = (id(owner), key)
+
+    def __repr__(self) -> str:
+        return f"GuardedPlace({self.path})"
+
+    def __deepcopy__(self, memo: dict[int, object]) -> GuardedPlace:
+        return GuardedPlace(copy.deepcopy(self.owner, memo), copy.deepcopy(self.key, memo), self.path)
 
     def get(self) -> object:
         """The value of the place; `MISSING` where it is empty."""

@@ -14,7 +14,8 @@ features runs once, with the result [8, 4, 32].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -100,9 +101,12 @@ class _Ways(NamedTuple):
 
 
 #: The values of a program by their slots, tensors, lists of tensors and plain values; the regions of the call are last.
-_Values = list[Any]
-#: A step of a program: all values -> the value of its slot.
+#: Or the operands of a step among them.
+_Values = Sequence[Any]
+#: A step of a program: its operands -> the value of its slot.
 _Step = Callable[[_Values], object]
+#: The function that finds the operands of a step among all values.
+_Read = Callable[[_Values], _Values]
 
 
 class LocalExecutor:
@@ -125,7 +129,7 @@ class LocalExecutor:
         self._terms: dict[Node, RankShape] = {}
         self._gradients: dict[Node, Layout] = {}
         self._ways: dict[Node, _Ways] = {}
-        self._calls: dict[object, Callable[[Sequence[object]], object]] = {}  # form of a call -> its step
+        self._calls: dict[object, _Step] = {}  # form of a call -> its step
         for node in nodes[:-1]:
             self._lay(node)
         # These redistributions only sum the gradients of a value that is stored once: its consumer sums them already.
@@ -144,10 +148,10 @@ class LocalExecutor:
         self._regathered = RegatheredWeights()
         self._regions = LoweredRegions(lowered, self._slots.__getitem__)
         self._begin = self._regions.recomputation(self._step)
-        self._steps = [(n, self._slots[n], self._saving(n, self._step(n))) for n in nodes if n.op == "call_function"]
-        self._named: list[tuple[Node, int, _Step]] | None = (
-            None  # the steps as ranges of a profile; made when one is taken
-        )
+        #: For each call its slot, and a function of what is read of all values.
+        self._steps = [(n, self._slots[n], *self._saving(n)) for n in nodes if n.op == "call_function"]
+        #: The steps as ranges of a profile; made when one is taken.
+        self._named: list[tuple[Node, int, _Step, _Read]] | None = None
         self._outputs = [(self._slots[n], self._assembling(n)) for n in nodes[-1].args[0]]
         self._frees = _last_uses(nodes, self._slots)
         self._keeps = not any(n.target is move and n.meta["instruction"].reshard_after_forward for n in nodes)
@@ -164,24 +168,26 @@ class LocalExecutor:
             return self._run(whole)
 
     def _run(self, whole: tuple[Tensor, ...]) -> list[Tensor]:
-        env: _Values = [None] * len(self._slots)
+        env: list[Any] = [None] * len(self._slots)
         env.append(self._begin() if self._regions.regions and torch.is_grad_enabled() else None)
         for (slot, cut), tensor in zip(self._placeholders, whole, strict=True):
             if slot in self._padded:
                 tensor = torch.nn.functional.pad(tensor, self._padded[slot])
             env[slot] = tensor if cut is None else cut(tensor)
         record = self.record
-        for (node, slot, step), free in zip(self._named_steps() if profiling() else self._steps, self._frees):
-            env[slot] = step(env)
+        for (node, slot, step, read), free in zip(self._named_steps() if profiling() else self._steps, self._frees):
+            env[slot] = step(read(env))
             if record is not None and node not in self._passed:
                 env[slot] = self._recorded(record, node, env[slot])
             for dead in free:
                 env[dead] = None
         return [env[slot] if join is None else join(env[slot]) for slot, join in self._outputs]
 
-    def _named_steps(self) -> list[tuple[Node, int, _Step]]:
+    def _named_steps(self) -> list[tuple[Node, int, _Step, _Read]]:
         if self._named is None:
-            self._named = named_steps(self._steps, self._slots, self.lowered.names, self._passed)
+            steps = [(node, slot, _composed(step, read)) for node, slot, step, read in self._steps]
+            named = named_steps(steps, self._slots, self.lowered.names, self._passed)
+            self._named = [(node, slot, step, _all) for node, slot, step in named]
         return self._named
 
     def _recorded(self, record: Callable[[Node, object], None], node: Node, value: Any) -> object:
@@ -295,41 +301,48 @@ class LocalExecutor:
 
     # -- the step of each node --
 
-    def _saving(self, node: Node, step: _Step) -> _Step:
+    def _saving(self, node: Node) -> tuple[_Step, _Read]:
         """A node's step with its part in recomputation: the values to keep and to drop. The call's regions are last in
         `env`."""
+        compute, slots = self._computation(node)
+        read = _reading(slots)
         reads, saver = self._regions.reads.get(node, ()), self._regions.savers.get(node)
         if not reads and saver is None:
-            return step
+            return compute, read
 
         def run(env: _Values) -> object:
             runs = env[-1]
             if runs is None:
-                return step(env)
+                return compute(read(env))
             for region, slot, _, copy in reads:
                 keep(runs, region, slot, env[slot], copy)
             if saver is None:
-                return step(env)
-            return saver(runs, [env[slot] for _, slot in saver.inputs], lambda: step(env))
+                return compute(read(env))
+            return saver(runs, [env[slot] for _, slot in saver.inputs], lambda: compute(read(env)))
 
-        return run
+        return run, _all
 
-    def _step(self, node: Node) -> _Step:
+    def _step(self, node: Node) -> Callable[[Mapping[int, object]], object]:
+        """The step of a node as a function of values by their slots."""
+        compute, slots = self._computation(node)
+        return lambda env: compute([env[slot] for slot in slots])
+
+    def _computation(self, node: Node) -> tuple[_Step, list[int]]:
+        """The step of a node, and the slots of its operands."""
         slots = self._slots
         if node in self._passed:
-            slot, dtype = slots[operand(node)], node.meta["instruction"].dtype
-            return lambda env: env[slot].to(dtype)
+            dtype = node.meta["instruction"].dtype
+            return lambda read: read[0].to(dtype), [slots[operand(node)]]
         if node.target is move:
             return self._move(node)
         if node.target is extreme:
             return self._extreme(node)
         if "instruction" not in node.meta:
-            base, index = slots[operand(node)], number_of_result(node)
-            return lambda env: env[base][index]
+            return _result(number_of_result(node)), [slots[operand(node)]]
         call = Call(node, self.axes, self._rank_shapes, self._terms, self._gradients)
-        return _on_slots(self._shared(call), [slots[a] for a in call.operands])
+        return self._shared(call), [slots[a] for a in call.operands]
 
-    def _shared(self, call: Call) -> Callable[[Sequence[object]], object]:
+    def _shared(self, call: Call) -> _Step:
         """The step of a call: one for all calls of its form, since the layers of a model are often equal."""
         if not call.out:  # a plain call, which is made sooner than found
             return call.step()
@@ -342,54 +355,63 @@ class LocalExecutor:
             known = self._calls[form] = call.step()
         return known
 
-    def _move(self, node: Node) -> _Step:
+    def _move(self, node: Node) -> tuple[_Step, list[int]]:
         instruction: Redistribute = node.meta["instruction"]
-        source, ways = self._slots[operand(node)], self._ways[node]
+        ways = self._ways[node]
         forward, backward = (ways.convert,), (ways.transpose,)
 
-        def run(env: _Values) -> Tensor:
-            x = env[source]
+        def run(read: _Values) -> Tensor:
+            (x,) = read
             if ways.backward is not None and torch.is_grad_enabled() and x.requires_grad:
                 return RedistributionFunction.apply(x, forward, backward)
             return ways.convert(x)
 
-        return self._gathering(instruction, source, ways, run) if instruction.reshard_after_forward else run
+        made = self._gathering(instruction, ways, run) if instruction.reshard_after_forward else run
+        return made, [self._slots[operand(node)]]
 
-    def _gathering(
-        self, instruction: Redistribute, source: int, ways: _Ways, run: Callable[[_Values], Tensor]
-    ) -> _Step:
+    def _gathering(self, instruction: Redistribute, ways: _Ways, run: Callable[[_Values], Tensor]) -> _Step:
         """The redistribution of a weight that is regathered in the backward."""
         name = instruction.source.value.name
 
-        def gather(env: _Values) -> object:
-            made, stored = run(env), env[source].detach()
+        def gather(read: _Values) -> object:
+            made, stored = run(read), read[0].detach()
             self._regathered.note(name, [stored], [made], lambda: [ways.convert(stored)])
             return made
 
         return gather
 
-    def _extreme(self, node: Node) -> _Step:
+    def _extreme(self, node: Node) -> tuple[_Step, list[int]]:
         instruction: GlobalExtreme = node.meta["instruction"]
         ways, operands = self._ways[node], (operand(node, 0), operand(node, 1))
         rank_shape = union(*(self._rank_shapes[a] for a in (*operands, node)))
-        reduced, read = (self._slots[a] for a in operands)
         shapes = [(*rank_shape, *placed.local_shape) for placed in (instruction.source, instruction.operand)]
         dims = tuple(len(rank_shape) + d for d in instruction.dims)
         forward, count = (ways.convert,), (ways.transpose,)
-        return lambda env: ExtremeFunction.apply(
-            env[reduced].expand(shapes[0]), env[read].expand(shapes[1]), forward, count, dims
-        )
+        return lambda read: ExtremeFunction.apply(
+            read[0].expand(shapes[0]), read[1].expand(shapes[1]), forward, count, dims
+        ), [self._slots[a] for a in operands]
 
 
-def _on_slots(step: Callable[[Sequence[object]], object], slots: Sequence[int]) -> _Step:
-    """The function ``env -> value`` of a step on the values in these slots."""
-    if len(slots) == 1:
-        (slot,) = slots
-        return lambda env: step((env[slot],))
-    if not slots:
-        return lambda env: step(())
-    operands = itemgetter(*slots)
-    return lambda env: step(operands(env))
+def _reading(slots: Sequence[int]) -> _Read:
+    """The function from all values to those in these slots."""
+    if len(slots) < 2:
+        return itemgetter(slice(slots[0], slots[0] + 1) if slots else slice(0))
+    return itemgetter(*slots)
+
+
+def _all(env: _Values) -> _Values:
+    """All values."""
+    return env
+
+
+def _composed(step: _Step, read: _Read) -> Callable[[_Values], object]:
+    return lambda env: step(read(env))
+
+
+@cache
+def _result(index: int) -> _Step:
+    """The function that takes one result of an operator with several."""
+    return lambda read: read[0][index]
 
 
 def _layouts(nodes: Sequence[Node]) -> list[Layout]:
@@ -403,7 +425,7 @@ def _layouts(nodes: Sequence[Node]) -> list[Layout]:
     return out
 
 
-def _last_uses(nodes: list[Node], slots: dict[Node, int]) -> list[list[int]]:
+def _last_uses(nodes: list[Node], slots: dict[Node, int]) -> list[Sequence[int]]:
     """For each call, the slots that no later node reads; their shards can be freed."""
     last: dict[int, int] = {}
     calls = [n for n in nodes if n.op == "call_function"]
@@ -411,10 +433,10 @@ def _last_uses(nodes: list[Node], slots: dict[Node, int]) -> list[list[int]]:
     for i, node in enumerate(calls):
         for a in node.all_input_nodes:
             last[slots[a]] = i
-    out: list[list[int]] = [[] for _ in calls]
+    out: list[Sequence[int]] = [()] * len(calls)
     for slot, i in last.items():
         if slot not in results:
-            out[i].append(slot)
+            out[i] = (*out[i], slot)
     return out
 
 

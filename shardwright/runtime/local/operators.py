@@ -247,8 +247,10 @@ class Call:
     def form(self) -> tuple[object, ...]:
         """A key that is equal for calls of one program with equal steps: the call without its names."""
         node, op, slots = self.node, self.instruction.op, self.slots
-        called = key_of((node.args, node.kwargs), lambda a: slots[a] if type(a) is Node else a)
         operands = [(self._local(a), self.rank_shapes[a], self.terms.get(a), self.gradients[a]) for a in self.operands]
+        if self.instruction.as_written:  # the operator's form tells the arguments, and the operands' dtypes
+            return self.out, tuple(operands), form_of(op), op.micro, op.fast, op.origin is None
+        called = key_of((node.args, node.kwargs), lambda a: slots[a] if type(a) is Node else a)
         values = [(v.shape, v.dtype, v.requires_grad) for v in map(self._value, self.operands)]
         drawn = op.micro, op.fast  # rules only pass the operator's number on, and it is an argument in `called`
         return node.target, called, self.out, tuple(operands), tuple(values), form_of(op), drawn, op.origin is None
