@@ -190,7 +190,7 @@ class LocalExecutor:
             self._named = [(node, slot, step, _all) for node, slot, step in named]
         return self._named
 
-    def _recorded(self, record: Callable[[Node, object], None], node: Node, value: Any) -> object:
+    def _recorded(self, record: Callable[[Node, object], None], node: Node, value: Tensor | Sequence[object]) -> object:
         """Pass a value to `record`, shard by shard; return a value built from these shards, so that they get
         gradients."""
         axes, rank_shape = self.axes, self._rank_shapes[node]
