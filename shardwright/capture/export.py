@@ -51,6 +51,7 @@ from ..torch_private import (
     hooks_of,
     hooks_of_all_modules,
     layouts_unrecorded,
+    named_modules_of,
     parameter_table,
     part_tables,
     pytree,
@@ -117,7 +118,7 @@ _INSTEAD = {
 
 @contextlib.contextmanager
 def _fake_state(
-    module: nn.Module, empty: Callable[..., torch.Tensor], types: Mapping[torch.Tensor, torch.dtype]
+    modules: Iterable[nn.Module], empty: Callable[..., torch.Tensor], types: Mapping[torch.Tensor, torch.dtype]
 ) -> Iterator[None]:
     """Replace parameters and buffers by tensors without elements, tied ones by one tensor, while the context is active.
 
@@ -139,9 +140,8 @@ def _fake_state(
         return memo[tensor]
 
     try:
-        for sub in module.modules():
-            for kind in ("parameters", "buffers"):
-                table = part_tables(sub)[kind]
+        for module in modules:
+            for table in part_tables(module).values():
                 for name, tensor in table.items():
                     if isinstance(tensor, torch.Tensor):
                         saved.append((table, name, tensor))
@@ -421,7 +421,7 @@ def _captured(
             setattr(made, PARAMETER, True)
         return made
 
-    paths = dict(module.named_modules(remove_duplicate=False))
+    paths = dict(named_modules_of(module, remove_duplicate=False))
     tied: IdentityMap[torch.Tensor, list[str]] = IdentityMap()
     for table in (parameter_table, buffer_table):
         for path, m in paths.items():
@@ -500,7 +500,7 @@ def _captured(
     try:
         with (
             outermost_left_out(net, module, loss_fn is None, hooks_around),
-            _fake_state(module, empty, types),
+            _fake_state(dict.fromkeys(paths.values()), empty, types),
             recurrent_states(),
             casts(mixed_precision, net),
             cumulative_momentum(module),

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils import checkpoint
 
 from . import version_lookup
+from .module_internals import modules_of
 
 __all__ = [
     "CHECKPOINT_LOGGER",
@@ -298,7 +299,7 @@ def recurrent_weights(module: nn.Module) -> Iterator[None]:
     """
     layers = [
         (layer, layer._flat_weights)
-        for layer in module.modules()
+        for layer in modules_of(module)
         if isinstance(layer, nn.RNNBase) and hasattr(layer, "_flat_weights_names")
     ]
     for layer, _ in layers:

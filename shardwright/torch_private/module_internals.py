@@ -1,7 +1,8 @@
 """Private names of modules: the tables of their parts and of their hooks.
 
 1. Parts of one module: `parameter_table`, `buffer_table`, `module_table`, and all three by kind (`part_tables`).
-2. Hooks of one module (`hooks_of`), and those that every module runs (`hooks_of_all_modules`).
+2. Modules inside of a module: `modules_of`, `named_modules_of`.
+3. Hooks of one module (`hooks_of`), and those that every module runs (`hooks_of_all_modules`).
 
 Example: of ``nn.Sequential(nn.Linear(4, 2))`` the table of submodules has "0", and that of parameters is empty. The
 table of parameters of the submodule has "weight" and "bias".
@@ -27,6 +28,8 @@ __all__ = [
     "hooks_of_all_modules",
     "is_part",
     "module_table",
+    "modules_of",
+    "named_modules_of",
     "parameter_table",
     "part_tables",
 ]
@@ -58,28 +61,81 @@ _FORWARD = (
 CALLED_INSTEAD = "_compiled_call_impl"
 
 
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module. ``module.__dict__`` takes five times as long while a capture watches reads."""
+    found: dict[str, Any] = object.__getattribute__(module, "__dict__")
+    return found
+
+
+def _table(module: nn.Module, name: str, feature: str) -> Any:
+    found = _attributes(module).get(name)
+    return version_lookup.read_private(module, name, feature) if found is None else found
+
+
 def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The parameters of a module itself, by their names."""
-    return version_lookup.read_private(module, "_parameters", "capturing a model")
+    return _table(module, "_parameters", "capturing a model")
 
 
 def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
     """The buffers of a module itself, by their names."""
-    return version_lookup.read_private(module, "_buffers", "capturing a model")
+    return _table(module, "_buffers", "capturing a model")
 
 
 def module_table(module: nn.Module) -> dict[str, nn.Module | None]:
     """The direct submodules of a module, by their names."""
-    return version_lookup.read_private(module, "_modules", "running a planned program")
+    return _table(module, "_modules", "running a planned program")
+
+
+#: The methods that `named_modules_of` and `modules_of` stand for.
+_NAMED_MODULES, _MODULES = nn.Module.named_modules, nn.Module.modules
+
+
+def named_modules_of(module: nn.Module, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
+    """The result of ``module.named_modules()``, in a third of its time. A class may have a method of its own, which is
+    called then.
+
+    Args:
+        module: the module.
+        remove_duplicate: False: a module with several paths has each of them.
+    """
+    found: list[tuple[str, nn.Module]] = []
+    met: set[nn.Module] = set()
+    waiting = [("", module)]
+    while waiting:
+        path, part = waiting.pop()
+        if type(part).named_modules is not _NAMED_MODULES:
+            return list(module.named_modules(remove_duplicate=remove_duplicate))
+        if remove_duplicate:
+            if part in met:
+                continue
+            met.add(part)
+        found.append((path, part))
+        parts = module_table(part)
+        if parts:
+            prefix = path + "." if path else ""
+            waiting += [(prefix + name, child) for name, child in reversed(parts.items()) if child is not None]
+    return found
+
+
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """The result of ``module.modules()``, likewise."""
+    if type(module).modules is not _MODULES:
+        return list(module.modules())
+    return [part for _, part in named_modules_of(module)]
+
+
+#: Number of a hook -> the hook.
+_Hooks = dict[int, Any]
 
 
 class ModuleHooks(NamedTuple):
     """The tables of a module's hooks: number of a hook -> the hook."""
 
-    forward_pre: dict[int, Any]
-    forward: dict[int, Any]
-    backward_pre: dict[int, Any]
-    backward: dict[int, Any]
+    forward_pre: _Hooks
+    forward: _Hooks
+    backward_pre: _Hooks
+    backward: _Hooks
     forward_pre_with_kwargs: dict[int, bool]
     forward_with_kwargs: dict[int, bool]
 
@@ -87,17 +143,17 @@ class ModuleHooks(NamedTuple):
 class HooksOfAllModules(NamedTuple):
     """The tables of the global hooks, which every module runs: number of a hook -> the hook."""
 
-    forward_pre: dict[int, Any]
-    forward: dict[int, Any]
-    backward_pre: dict[int, Any]
-    backward: dict[int, Any]
+    forward_pre: _Hooks
+    forward: _Hooks
+    backward_pre: _Hooks
+    backward: _Hooks
     forward_with_kwargs: dict[int, bool]
-    buffer_registration: dict[int, Any]
+    buffer_registration: _Hooks
 
 
 def hooks_of(module: nn.Module) -> ModuleHooks:
     """The hooks of a module itself."""
-    attributes = module.__dict__  # a capture watches reads of the attributes themselves
+    attributes = _attributes(module)
     return ModuleHooks(
         attributes["_forward_pre_hooks"],
         attributes["_forward_hooks"],
@@ -123,7 +179,7 @@ def hooks_of_all_modules() -> HooksOfAllModules:
 
 def part_tables(module: nn.Module) -> dict[str, dict[object, object]]:
     """The tables of a module's parts, by kind: "parameters", "buffers", "submodules"."""
-    attributes = module.__dict__
+    attributes = _attributes(module)
     try:
         return {kind: attributes[table] for kind, table in _PARTS.items()}
     except KeyError as error:
@@ -140,7 +196,7 @@ def hook_tables(module: nn.Module | None) -> dict[str, dict[object, object]]:
     hooks"; None: those of all modules."""
     if module is None:
         return {kind: getattr(nn.modules.module, f"_global{table}") for kind, table in _HOOKS.items()}
-    attributes = module.__dict__
+    attributes = _attributes(module)
     try:
         return {kind: attributes[table] for kind, table in _HOOKS.items()}
     except KeyError as error:
@@ -149,8 +205,8 @@ def hook_tables(module: nn.Module | None) -> dict[str, dict[object, object]]:
 
 def forward_hook_tables(module: nn.Module | None) -> list[dict[object, object]]:
     """The tables from which a forward hook of a module is removed; None: those of all modules."""
-    owner, prefix = (nn.modules.module, "_global") if module is None else (module, "")
-    tables = (vars(owner).get(prefix + table) for table in _FORWARD)
+    found, prefix = (vars(nn.modules.module), "_global") if module is None else (_attributes(module), "")
+    tables = [found.get(prefix + table) for table in _FORWARD]
     return [table for table in tables if table is not None]
 
 
