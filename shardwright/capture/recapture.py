@@ -122,7 +122,6 @@ class Program:
         self.called_at = self._exported_at = calling_line()
         self.template: object = None  # the latest graph that was read of it, as a `GraphTemplate`
         self._by_meta: dict[Target, bool | None] = {}
-        self._nodes: dict[Target | str, list[torch.fx.Node]] = {}
 
     def moved(self) -> Program:
         """The program of a model that is called at the line that runs now."""
@@ -147,6 +146,20 @@ class Program:
         """The number of its nodes."""
         return sum(len(m.graph.nodes) for m in self.exported.graph_module.modules() if hasattr(m, "graph"))
 
+    @cached_property
+    def nodes(self) -> dict[object, list[torch.fx.Node]]:
+        """The nodes of each target."""
+        found: dict[object, list[torch.fx.Node]] = {}
+        for module in self.exported.graph_module.modules():
+            for node in getattr(getattr(module, "graph", None), "nodes", ()):
+                found.setdefault(node.target, []).append(node)
+        return found
+
+    @cached_property
+    def operators(self) -> list[OpOverload]:
+        """The operators that it calls."""
+        return [target for target in self.nodes if isinstance(target, OpOverload)]
+
     def by_meta(self, target: Target) -> bool | None:
         """True where tensors on the meta device tell of an operator what fake tensors have told in this program; None
         for an operator that the program does not call.
@@ -155,11 +168,7 @@ class Program:
         results in their own way, which fake tensors follow.
         """
         if target not in self._by_meta:
-            if not self._nodes:
-                for module in self.exported.graph_module.modules():
-                    for node in getattr(getattr(module, "graph", None), "nodes", ()):
-                        self._nodes.setdefault(node.target, []).append(node)
-            nodes = self._nodes.get(target, [])
+            nodes = self.nodes.get(target, [])
             step = -(-len(nodes) // _COMPARED) or 1
             alike = {_called_as(node): node for node in nodes[::step]}  # equal layers call alike
             self._by_meta[target] = all(map(_agrees, alike.values())) if nodes else None
@@ -398,7 +407,8 @@ class LightRun:
             torch.set_autocast_cache_enabled(False)
             stack.enter_context(module_calls(self._entering()))
             stack.enter_context(exporting())
-            self._beneath = stack.enter_context(called_above_autograd(self._called))
+            expected = [operator for program in programs[:1] for operator in program.operators]
+            self._beneath = stack.enter_context(called_above_autograd(self._called, expected))
             made = module(*args, **kwargs)
             del self._beneath  # it holds this object
         if self._failed is not None:  # the model's code may have caught the error, and gone on

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -186,12 +186,18 @@ def exporting() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def called_above_autograd(handle: Callable[..., Any]) -> Iterator[Callable[[], contextlib.ExitStack]]:
+def called_above_autograd(
+    handle: Callable[..., Any], expected: Iterable[Any] = ()
+) -> Iterator[Callable[[], contextlib.ExitStack]]:
     """Call ``handle(operator, args, kwargs)`` in place of every operator that is called inside the ``with`` block.
 
     The operators are those of an exported program: above autograd and autocast, and not taken apart. Inside of the
     context manager that the yielded function makes, `handle` calls operators itself. A function of ``sys.settrace``
     does not see what `handle` calls.
+
+    Args:
+        handle: the function that is called.
+        expected: the operators that will be called, as far as they are known: their first calls take less time.
     """
     handle = _out_of_sight(handle)
     feature, mode, key = "a captured model at other sizes", _watching()(handle), torch._C.DispatchKey.PreDispatch
@@ -205,12 +211,15 @@ def called_above_autograd(handle: Callable[..., Any]) -> Iterator[Callable[[], c
         (stack := contextlib.ExitStack()).callback(put, mode)
         return stack
 
+    def found_by(func: Any) -> None:
+        """Let calls of an operator find `handle`: torch takes its mode away, and puts it back, at any other call."""
+        func._dispatch_cache[key] = lambda *args, **kwargs: handle(func, args, kwargs)
+        ends.callback(func._dispatch_cache.pop, key, None)
+
     def at_once(top: Any, func: Any, *args: object, **kwargs: object) -> Any:
         if top is not mode:
             return plain(top, func, *args, **kwargs)  # type: ignore[misc]
-        # Later calls of the operator find `handle`: torch takes its mode away, and puts it back, at each call.
-        func._dispatch_cache[key] = lambda *args, **kwargs: handle(func, args, kwargs)
-        ends.callback(func._dispatch_cache.pop, key, None)
+        found_by(func)
         put(mode)
         with contextlib.ExitStack() as stack:
             stack.callback(pop)
@@ -223,6 +232,8 @@ def called_above_autograd(handle: Callable[..., Any]) -> Iterator[Callable[[], c
         _replaced("torch._library.utils", "handle_dispatch_mode", at_once),
         mode,
     ):
+        for func in expected:
+            found_by(func)
         yield beneath
 
 
