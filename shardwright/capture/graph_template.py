@@ -26,7 +26,7 @@ from torch.fx import Node
 from torch.fx.immutable_collections import immutable_list
 
 from ..autocast import Autocast
-from ..graph import Form, Graph, Op, Value, changed, form_of, share_form, values_in
+from ..graph import Form, Graph, Op, Value, changed, form_of, share_form
 from ..identity_tables import IdentityCache, IdentitySet
 from ..torch_private import FakeTensor, OpOverload
 from .mutation import tensors_of
@@ -146,12 +146,15 @@ class GraphTemplate:
 
     def _filled(self, nodes: AsExported) -> Graph:
         values: dict[Node, object] = {}
+        by_name: dict[str, Value] = {}
         inputs: list[Value] = []
         ops: list[Op] = []
         forms = IdentityCache()  # equal layers are of one form here too
         grad, casting = torch.is_grad_enabled(), Autocast()
         for node, spec, before in self._sources:
             value = values[node] = _source(nodes.source(node, spec), before, spec.kind)
+            if isinstance(value, Value):
+                by_name[value.name] = value
             if spec.kind is InputKind.USER_INPUT and isinstance(value, Value):
                 inputs.append(value)
         for (node, op, source, number, arguments), form in zip(self._steps, self._forms):
@@ -175,11 +178,12 @@ class GraphTemplate:
             values[node] = outputs[0] if isinstance(made, torch.Tensor) else outputs
             if len(args) != len(op.args) or kwargs.keys() != op.kwargs.keys():
                 raise _Other
-            args = tuple([_argument(*each, values) for each in zip(op.args, args)])
+            args = tuple([values[x] if type(x) is Node else _argument(b, x, values) for b, x in zip(op.args, args)])
             if kwargs:
                 kwargs = {name: _argument(op.kwargs[name], x, values) for name, x in kwargs.items()}
-            read, line = values_in((args, kwargs)), nodes.line(node)
-            op = changed(op, args=args, kwargs=kwargs, inputs=read, outputs=outputs, source=line)
+            read = tuple([by_name[v.name] for v in op.inputs])  # those in the arguments
+            by_name.update([(v.name, v) for v in outputs if v is not None])
+            op = changed(op, args=args, kwargs=kwargs, inputs=read, outputs=outputs, source=nodes.line(node))
             ops.append(op)
             if nodes.results is not None:
                 share_form(op, forms.once("form", (form, nodes.results), partial(form_of, op)))
@@ -216,6 +220,8 @@ def _outputs(op: Op, made: object) -> tuple[Value | None, ...]:
         op: the operator as it was read.
         made: its results now.
     """
+    if isinstance(made, torch.Tensor) and len(op.outputs) == 1 and op.outputs[0] is not None:
+        return (_output(op.outputs[0], made),)
     metas = tensors_of(made)
     if len(metas) != len(op.outputs):
         raise _Other
@@ -226,11 +232,15 @@ def _outputs(op: Op, made: object) -> tuple[Value | None, ...]:
                 raise _Other
             outputs.append(None)
             continue
-        if meta.dtype != before.dtype:
-            raise _Other
-        shape = tuple(meta.shape)
-        outputs.append(before if shape == before.shape else changed(before, shape=shape))
+        outputs.append(_output(before, meta))
     return tuple(outputs)
+
+
+def _output(before: Value, meta: torch.Tensor) -> Value:
+    if meta.dtype != before.dtype:
+        raise _Other
+    shape = tuple(meta.shape)
+    return before if shape == before.shape else changed(before, shape=shape)
 
 
 def _argument(before: object, now: object, values: dict[Node, object]) -> object:

@@ -38,6 +38,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
+from torch.fx import Node
 from torch.nn.parameter import is_lazy
 
 from ..autocast import Autocast, current
@@ -78,7 +79,7 @@ from .outlines import (
     written_names,
 )
 from .regions import EDGE, OPAQUE
-from .source_lines import calling_line, module_path, source_of
+from .source_lines import calling_line, calling_module, source_of
 
 __all__ = [
     "AsExported",
@@ -132,7 +133,7 @@ class Program:
         made.called_at = now
         return made
 
-    def line(self, node: torch.fx.Node) -> str:
+    def line(self, node: Node) -> str:
         """The user's line of a node. Operators of a model of torch's modules have the line of its call."""
         line = source_of(node)
         return (self.called_at or "") if line == self._exported_at else line
@@ -147,18 +148,13 @@ class Program:
         return sum(len(m.graph.nodes) for m in self.exported.graph_module.modules() if hasattr(m, "graph"))
 
     @cached_property
-    def nodes(self) -> dict[object, list[torch.fx.Node]]:
+    def nodes(self) -> dict[object, list[Node]]:
         """The nodes of each target."""
-        found: dict[object, list[torch.fx.Node]] = {}
+        found: dict[object, list[Node]] = {}
         for module in self.exported.graph_module.modules():
             for node in getattr(getattr(module, "graph", None), "nodes", ()):
                 found.setdefault(node.target, []).append(node)
         return found
-
-    @cached_property
-    def operators(self) -> list[OpOverload]:
-        """The operators that it calls."""
-        return [target for target in self.nodes if isinstance(target, OpOverload)]
 
     def by_meta(self, target: Target) -> bool | None:
         """True where tensors on the meta device tell of an operator what fake tensors have told in this program; None
@@ -175,12 +171,12 @@ class Program:
         return self._by_meta[target]
 
 
-def _traced_arguments(node: torch.fx.Node) -> tuple[tuple[object, ...], Mapping[str, object]]:
+def _traced_arguments(node: Node) -> tuple[tuple[object, ...], Mapping[str, object]]:
     """(args, kwargs) of a node, with the tensors that were traced."""
     return torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
 
 
-def _called_as(node: torch.fx.Node) -> object:
+def _called_as(node: Node) -> object:
     """A key that is equal for calls with arguments and results of one form; the node itself where there is none."""
     try:
         form = form_of_arguments((*_traced_arguments(node), node.meta.get("val")), [])
@@ -190,7 +186,7 @@ def _called_as(node: torch.fx.Node) -> object:
     return form
 
 
-def _agrees(node: torch.fx.Node) -> bool:
+def _agrees(node: Node) -> bool:
     """True where a call on the meta device gives the traced results of an operator."""
     args, kwargs = _traced_arguments(node)
     assert callable(node.target)
@@ -407,7 +403,7 @@ class LightRun:
             torch.set_autocast_cache_enabled(False)
             stack.enter_context(module_calls(self._entering()))
             stack.enter_context(exporting())
-            expected = [operator for program in programs[:1] for operator in program.operators]
+            expected = [target for p in programs[:1] for target in p.nodes if isinstance(target, OpOverload)]
             self._beneath = stack.enter_context(called_above_autograd(self._called, expected))
             made = module(*args, **kwargs)
             del self._beneath  # it holds this object
@@ -519,17 +515,15 @@ class LightRun:
 class AsExported:
     """The nodes of an exported program with their own arguments and results."""
 
-    def line(self, node: torch.fx.Node) -> str:
+    def line(self, node: Node) -> str:
         """The user's line of a node."""
         return source_of(node)
 
-    def source(self, node: torch.fx.Node, spec: InputSpec) -> object:
+    def source(self, node: Node, spec: InputSpec) -> object:
         """The tensor, or the plain input, that a placeholder of the program stands for."""
         return node.meta.get("val")
 
-    def arguments(
-        self, node: torch.fx.Node, grad: bool, casting: Autocast
-    ) -> tuple[tuple[object, ...], dict[str, object]]:
+    def arguments(self, node: Node, grad: bool, casting: Autocast) -> tuple[tuple[object, ...], dict[str, object]]:
         """(args, kwargs) of an operator, with nodes in the place of tensors.
 
         Args:
@@ -537,17 +531,17 @@ class AsExported:
         """
         return node.args, dict(node.kwargs)
 
-    def made(self, node: torch.fx.Node) -> object:
+    def made(self, node: Node) -> object:
         """The results of a node, as tensors without elements."""
         return node.meta.get("val")
 
     #: The `OperatorResult`s of the latest operator, which calls of one form share; None: not known.
     results: Results = None
 
-    def passed(self, node: torch.fx.Node, made: object) -> None:
+    def passed(self, node: Node, made: object) -> None:
         """Note the results of a node that is no operator."""
 
-    def written_out(self, region: list[torch.fx.Node]) -> None:
+    def written_out(self, region: list[Node]) -> None:
         """Note that a region is traced again, and read from there."""
 
     def outputs(self, nodes: Sequence[object]) -> list[object]:
@@ -580,13 +574,13 @@ class AsRun(AsExported):
         self._calls: Iterator[OperatorCall] = iter(calls)
         self._modules, self._inputs, self._named = modules, iter(inputs), named
         self._constants, self._outputs = program.exported.constants, outputs
-        self._made: dict[torch.fx.Node, object] = {}
-        self._unseen: dict[torch.fx.Node, torch.Tensor | None] = {}  # the constants
+        self._made: dict[Node, object] = {}
+        self._unseen: dict[Node, torch.Tensor | None] = {}  # the constants
 
-    def line(self, node: torch.fx.Node) -> str:
+    def line(self, node: Node) -> str:
         return self._program.line(node)
 
-    def source(self, node: torch.fx.Node, spec: InputSpec) -> object:
+    def source(self, node: Node, spec: InputSpec) -> object:
         if spec.kind is InputKind.USER_INPUT:
             found = next(self._inputs)
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
@@ -598,9 +592,7 @@ class AsRun(AsExported):
         self._made[node] = found
         return found
 
-    def arguments(
-        self, node: torch.fx.Node, grad: bool, casting: Autocast
-    ) -> tuple[tuple[object, ...], dict[str, object]]:
+    def arguments(self, node: Node, grad: bool, casting: Autocast) -> tuple[tuple[object, ...], dict[str, object]]:
         target, call = node.target, next(self._calls, None)
         while call is not None and call.target is aten.detach.default and target is not call.target:
             call = next(self._calls, None)  # a detach without use, which export drops
@@ -611,23 +603,24 @@ class AsRun(AsExported):
             raise Differs(f"{target} is called under other settings of gradients or autocast")
         if call.line is not None and self.line(node) not in ("", call.line):
             raise Differs(f"{target} is called at {call.line}, and at {self.line(node)} by an earlier model")
-        path = module_path(node, "").partition("@")[0]
+        path = calling_module(node)
         if self._modules.get(path, call.module) is not call.module:
             raise Differs(f"{target} is called in another module than {path!r}")
         args = self._positional(node, call.args)
-        kwargs = self._matched_by_name(node, node.kwargs, call.kwargs)
+        kwargs = self._matched_by_name(node, node.kwargs, call.kwargs) if node.kwargs or call.kwargs else {}
         self._made[node], self.results = call.made, call.results
         return args, kwargs
 
-    def _positional(self, node: torch.fx.Node, theirs: tuple[object, ...]) -> tuple[object, ...]:
+    def _positional(self, node: Node, theirs: tuple[object, ...]) -> tuple[object, ...]:
         """The arguments by position. Both sides omit the last ones where they have their defaults."""
         mine = node.args
-        if any(isinstance(a, torch.fx.Node) for a in mine[len(theirs) :]):
+        if any(isinstance(a, Node) for a in mine[len(theirs) :]):
             raise Differs(f"{node.target} is called with other arguments")
-        further = (None,) * (len(theirs) - len(mine))
-        return tuple([self._matched(node, a, b) for a, b in zip((*mine, *further), theirs)])
+        pairs = zip(mine if len(mine) >= len(theirs) else (*mine, *[None] * (len(theirs) - len(mine))), theirs)
+        made, matched = self._made, self._matched
+        return tuple([a if type(a) is Node and made.get(a) is b else matched(node, a, b) for a, b in pairs])
 
-    def _matched(self, node: torch.fx.Node, mine: object, theirs: object) -> object:
+    def _matched(self, node: Node, mine: object, theirs: object) -> object:
         """An argument of the run with nodes in the place of tensors.
 
         Args:
@@ -636,7 +629,7 @@ class AsRun(AsExported):
         """
         if type(mine) in PLAIN and type(theirs) in PLAIN:
             return theirs
-        if isinstance(mine, torch.fx.Node):
+        if isinstance(mine, Node):
             if not is_same(self._made.get(mine), theirs) and not self._is_constant(mine, theirs):
                 raise Differs(f"{node.target} is called on another tensor")
             return mine
@@ -645,7 +638,7 @@ class AsRun(AsExported):
         if isinstance(mine, (list, tuple)) and isinstance(theirs, (list, tuple)):
             if len(mine) == len(theirs):
                 return type(mine)([self._matched(node, a, b) for a, b in zip(mine, theirs)])
-            if not any(isinstance(x, (torch.fx.Node, torch.Tensor)) for x in (*mine, *theirs)):
+            if not any(isinstance(x, (Node, torch.Tensor)) for x in (*mine, *theirs)):
                 return type(mine)(theirs)
         elif isinstance(mine, dict) and isinstance(theirs, dict):
             return self._matched_by_name(node, mine, theirs)
@@ -654,14 +647,14 @@ class AsRun(AsExported):
         raise Differs(f"{node.target} is called with other arguments")
 
     def _matched_by_name(
-        self, node: torch.fx.Node, mine: Mapping[str, object], theirs: Mapping[str, object]
+        self, node: Node, mine: Mapping[str, object], theirs: Mapping[str, object]
     ) -> dict[str, object]:
         """Likewise each of some named arguments."""
         if mine.keys() != theirs.keys():
             raise Differs(f"{node.target} is called with other arguments")
         return {name: self._matched(node, a, theirs[name]) for name, a in mine.items()}
 
-    def _is_constant(self, node: torch.fx.Node, tensor: object) -> bool:
+    def _is_constant(self, node: Node, tensor: object) -> bool:
         """True where a tensor with elements that the run meets is the constant of the program."""
         mine = self._unseen.get(node)
         same = (
@@ -676,13 +669,13 @@ class AsRun(AsExported):
             self._made[node] = tensor
         return same
 
-    def made(self, node: torch.fx.Node) -> object:
+    def made(self, node: Node) -> object:
         return self._made.get(node)
 
-    def passed(self, node: torch.fx.Node, made: object) -> None:
+    def passed(self, node: Node, made: object) -> None:
         self._made[node] = made
 
-    def written_out(self, region: list[torch.fx.Node]) -> None:
+    def written_out(self, region: list[Node]) -> None:
         raise Differs("torch.vmap is traced again")
 
     def outputs(self, nodes: Sequence[object]) -> list[object]:
@@ -692,9 +685,9 @@ class AsRun(AsExported):
         if len(nodes) != len(self._outputs):
             raise Differs("the forward returns another number of values")
         for node, made in zip(nodes, self._outputs):
-            if isinstance(node, torch.fx.Node):
+            if isinstance(node, Node):
                 if not is_same(self._made.get(node), made) and not self._is_constant(node, made):
                     raise Differs("the forward returns another tensor")
             elif isinstance(made, torch.Tensor):
                 raise Differs("the forward returns another tensor")
-        return [node if isinstance(node, torch.fx.Node) else made for node, made in zip(nodes, self._outputs)]
+        return [node if isinstance(node, Node) else made for node, made in zip(nodes, self._outputs)]

@@ -24,6 +24,7 @@ from ..errors import PACKAGE_FOLDER, place_text
 __all__ = [
     "UsersLine",
     "calling_line",
+    "calling_module",
     "innermost",
     "is_mistake",
     "is_users",
@@ -37,7 +38,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 
 
 #: Key of a node's metadata that holds its line.
-_LINE, _PATH = "shardwright_line", "shardwright_path"
+_LINE, _PATH, _CALLING = "shardwright_line", "shardwright_path", "shardwright_calling"
 
 _TORCH = torch.__file__.rsplit("/", 1)[0] + "/"
 
@@ -98,6 +99,14 @@ def module_path(node: torch.fx.Node, prefix: str) -> str:
         stack = node.meta.get("nn_module_stack")
         path = node.meta[_PATH] = stack[next(reversed(stack))][0] if stack else ""
     return path.removeprefix(prefix).removeprefix(".") if path.startswith(prefix) else path
+
+
+def calling_module(node: torch.fx.Node) -> str:
+    """The path of the module that calls a node, without the number that export adds at a further call."""
+    path: str | None = node.meta.get(_CALLING)
+    if path is None:
+        path = node.meta[_CALLING] = module_path(node, "").partition("@")[0]
+    return path
 
 
 class UsersLine:
