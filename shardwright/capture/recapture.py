@@ -30,7 +30,7 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 
@@ -156,7 +156,7 @@ class Program:
                 found.setdefault(node.target, []).append(node)
         return found
 
-    def by_meta(self, target: Target) -> bool | None:
+    def by_meta(self, target: Target, beneath: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool | None:
         """True where tensors on the meta device tell of an operator what fake tensors have told in this program; None
         for an operator that the program does not call.
 
@@ -167,7 +167,8 @@ class Program:
             nodes = self.nodes.get(target, [])
             step = -(-len(nodes) // _COMPARED) or 1
             alike = {_called_as(node): node for node in nodes[::step]}  # equal layers call alike
-            self._by_meta[target] = all(map(_agrees, alike.values())) if nodes else None
+            with beneath():
+                self._by_meta[target] = all(map(_agrees, alike.values())) if nodes else None
         return self._by_meta[target]
 
 
@@ -493,15 +494,13 @@ class LightRun:
         tensors: Sequence[torch.Tensor],
     ) -> Results:
         """The results of an operator as `OperatorResult`s."""
-        with self._beneath():
-            agreements = [] if current(*self._device_types) else [p.by_meta(target) for p in self._programs]
+        casting = current(*self._device_types)
+        agreements = [] if casting else [p.by_meta(target, self._beneath) for p in self._programs]
         by_meta = True in agreements and False not in agreements
         if by_meta and (found := by_formula(target, args, kwargs, tensors)) is not None:
             return found
-        with ExitStack() as stack:
-            stack.enter_context(self._beneath())
-            stack.enter_context(no_python_dispatcher())
-            stack.enter_context(torch.set_grad_enabled(is_grad_enabled() and not written_names(target)))
+        gradients = torch.no_grad() if written_names(target) else nullcontext()
+        with self._beneath(), no_python_dispatcher(), gradients:
             if by_meta:
                 return computed_on_meta(target, args, kwargs, form, tensors)
             fakes = FakeTensorMode(allow_non_fake_inputs=True)

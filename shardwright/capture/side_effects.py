@@ -376,9 +376,11 @@ def judged(seen: Observation, effects: Effects) -> ForwardOutcome:
             drawn[1],
         )
     outcome, done = ForwardOutcome(effects=Effects(list(effects.entries))), set()
-    buffers = IdentitySet[object](buffer_table(m) for _, m in seen.modules)
-    parts = IdentityMap[object, str]((table, kind) for _, m in seen.modules for kind, table in part_tables(m).items())
-    for change in list(seen.changes()):
+    changes = list(seen.changes())
+    modules = [m for _, m in seen.modules] if changes else []
+    buffers = IdentitySet[object](map(buffer_table, modules))
+    parts = IdentityMap[object, str]((table, kind) for m in modules for kind, table in part_tables(m).items())
+    for change in changes:
         place, new = change.place, change.new
         done.add(place.identity)
         if place.owner in buffers:

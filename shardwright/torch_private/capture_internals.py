@@ -188,7 +188,7 @@ def exporting() -> Iterator[None]:
 @contextlib.contextmanager
 def called_above_autograd(
     handle: Callable[..., Any], expected: Iterable[Any] = ()
-) -> Iterator[Callable[[], contextlib.ExitStack]]:
+) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
     """Call ``handle(operator, args, kwargs)`` in place of every operator that is called inside the ``with`` block.
 
     The operators are those of an exported program: above autograd and autocast, and not taken apart. Inside of the
@@ -206,10 +206,12 @@ def called_above_autograd(
         version_lookup.required(f"torch._ops.{name}_pre_dispatch", feature) for name in ("_pop_mode_from", "_set_mode")
     )
 
-    def beneath() -> contextlib.ExitStack:
-        pop()
-        (stack := contextlib.ExitStack()).callback(put, mode)
-        return stack
+    class Beneath:
+        def __enter__(self) -> None:
+            pop()
+
+        def __exit__(self, *_: object) -> None:
+            put(mode)
 
     def found_by(func: Any) -> None:
         """Let calls of an operator find `handle`: torch takes its mode away, and puts it back, at any other call."""
@@ -234,7 +236,7 @@ def called_above_autograd(
     ):
         for func in expected:
             found_by(func)
-        yield beneath
+        yield Beneath
 
 
 def _out_of_sight(handle: Callable[..., object]) -> Callable[..., Any]:
