@@ -7,14 +7,11 @@ one form:
     conv1d(f32[8, 3, 16], f32[4, 3, 5])     computed on the meta device: f32[8, 4, 12]
     conv1d(f32[8, 3, 16], f32[4, 3, 5])     of the next layer: the same
 
-The results of the most frequent operators on contiguous tensors follow from the shapes of these (`by_formula`):
-
-    linear(f32[8, 16], f32[32, 16])         f32[8, 32]
+The results of the most frequent operators on contiguous tensors follow from the shapes of these (`operator_results`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,6 +21,7 @@ import torch
 
 from ..accelerators import default_device
 from ..graph import map_leaves
+from ..operator_results import VIEWS, result_by_formula
 from ..torch_private import FakeTensor, FakeTensorMode, no_torch_function, schema_of, shell, storage_id
 
 __all__ = [
@@ -326,165 +324,21 @@ def computed_on_meta(
     return results
 
 
-# -- operators on contiguous tensors -----------------------------------------------------------------------------------
-
-_Shape = tuple[int, ...]
-#: (shapes of the tensors, their one dtype, the arguments besides tensors) -> (shape, dtype) of the result; None: the
-#: formula does not tell.
-_Formula = Callable[[Sequence[_Shape], torch.dtype, Sequence[object]], tuple[_Shape, torch.dtype] | None]
-
-_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})
-
-
 def by_formula(
     target: Target, args: tuple[object, ...], kwargs: Mapping[str, object], tensors: Sequence[torch.Tensor]
 ) -> OperatorResult | None:
-    """The result of an operator as the shapes of its arguments tell it; None where no formula does.
-
-    The kernels of the meta device take 60 microseconds for a sum of two tensors, and 500 for a layer norm, since many
-    are written in Python. A formula takes 5. It is for contiguous tensors with elements on one device, and for
-    operands of one dtype, or of the dtypes that the operator is for.
-    """
-    formula = _FORMULAS.get(target)
-    if formula is None or kwargs or not tensors:
+    """The result of an operator by its formula; None where there is none, or an operand is not contiguous."""
+    device = tensors[0].device if tensors else META
+    shapes = [tuple(x.shape) for x in tensors]
+    if any(x.device != device or _strides(x) != _contiguous(shape) for x, shape in zip(tensors, shapes)):
         return None
-    dtype, device = tensors[0].dtype, tensors[0].device
-    shapes: list[_Shape] = []
-    for i, x in enumerate(tensors):
-        shape = tuple(x.shape)
-        wanted = torch.int64 if i and target in _OF_INDICES else dtype
-        if x.dtype is not wanted or x.device != device or 0 in shape or _strides(x) != _contiguous(shape):
-            return None
-        shapes.append(shape)
-    found = formula(shapes, dtype, [a for a in args if not isinstance(a, torch.Tensor)])
+    rest = [a for a in args if not isinstance(a, torch.Tensor)]
+    found = result_by_formula(target, shapes, [x.dtype for x in tensors], rest, kwargs)
     if found is None:
         return None
     shape, dtype = found
-    grad = dtype.is_floating_point and is_grad_enabled() and any(_requires_grad(t) for t in tensors)
-    return OperatorResult((shape, _contiguous(shape), dtype, device), grad, 0, 0 if target in _VIEWS else None, False)
-
-
-def _broadcast(shapes: Sequence[_Shape]) -> _Shape | None:
-    """The shape to which tensors are broadcast; None where they do not fit."""
-    first, *further = shapes
-    for shape in further:
-        if shape != first:
-            whole = list(first if len(first) >= len(shape) else shape)
-            for k in range(1, min(len(first), len(shape)) + 1):
-                one, other = first[-k], shape[-k]
-                if one != other and 1 not in (one, other):
-                    return None
-                whole[-k] = max(one, other)
-            first = tuple(whole)
-    return first
-
-
-def _arithmetic(
-    shapes: Sequence[_Shape], dtype: torch.dtype, rest: Sequence[object]
-) -> tuple[_Shape, torch.dtype] | None:
-    numbers = {int, float} if dtype.is_floating_point else {int} if dtype in _INTEGERS else set()
-    shape = _broadcast(shapes)
-    return None if shape is None or not numbers or not numbers.issuperset(map(type, rest)) else (shape, dtype)
-
-
-def _of_floats(
-    shapes: Sequence[_Shape], dtype: torch.dtype, rest: Sequence[object]
-) -> tuple[_Shape, torch.dtype] | None:
-    return _arithmetic(shapes, dtype, rest) if dtype.is_floating_point else None
-
-
-def _comparison(
-    shapes: Sequence[_Shape], dtype: torch.dtype, rest: Sequence[object]
-) -> tuple[_Shape, torch.dtype] | None:
-    found = _arithmetic(shapes, dtype, rest)
-    return None if found is None else (found[0], torch.bool)
-
-
-def _of_truths(
-    shapes: Sequence[_Shape], dtype: torch.dtype, rest: Sequence[object]
-) -> tuple[_Shape, torch.dtype] | None:
-    shape = _broadcast(shapes) if dtype is torch.bool and not rest else None
-    return None if shape is None else (shape, dtype)
-
-
-def _running_sum(
-    shapes: Sequence[_Shape], dtype: torch.dtype, rest: Sequence[object]
-) -> tuple[_Shape, torch.dtype] | None:
-    return shapes[0], torch.int64 if dtype is torch.bool or dtype in _INTEGERS else dtype
-
-
-def _norm(shapes: Sequence[_Shape], dtype: torch.dtype, rest: Sequence[object]) -> tuple[_Shape, torch.dtype] | None:
-    normalized = rest[0]
-    assert isinstance(normalized, Sequence)
-    fits = dtype.is_floating_point and all(shape == tuple(normalized) for shape in shapes[1:])
-    return (shapes[0], dtype) if fits and shapes[0][-len(normalized) :] == tuple(normalized) else None
-
-
-def _linear(shapes: Sequence[_Shape], dtype: torch.dtype, rest: Sequence[object]) -> tuple[_Shape, torch.dtype] | None:
-    x, weight, *bias = shapes
-    fits = dtype.is_floating_point and len(x) > 1 and len(weight) == 2 and x[-1] == weight[1]
-    return ((*x[:-1], weight[0]), dtype) if fits and bias in ([], [weight[:1]]) else None
-
-
-def _product(shapes: Sequence[_Shape], dtype: torch.dtype, rest: Sequence[object]) -> tuple[_Shape, torch.dtype] | None:
-    *added, x, w = shapes
-    fits = dtype.is_floating_point and len(x) == len(w) > 1 and x[-1] == w[-2] and x[:-2] == w[:-2]
-    shape = *x[:-1], w[-1]
-    return (shape, dtype) if fits and added in ([], [shape[-1:]], [shape]) else None
-
-
-def _embedding(
-    shapes: Sequence[_Shape], dtype: torch.dtype, rest: Sequence[object]
-) -> tuple[_Shape, torch.dtype] | None:
-    weight, indices = shapes
-    return ((*indices, weight[1]), dtype) if len(weight) == 2 and dtype.is_floating_point else None
-
-
-def _cross_entropy(
-    shapes: Sequence[_Shape], dtype: torch.dtype, rest: Sequence[object]
-) -> tuple[_Shape, torch.dtype] | None:
-    if len(shapes) != 2 or not dtype.is_floating_point or len(shapes[0]) != 2 or shapes[0][:1] != shapes[1]:
-        return None
-    reduces = len(rest) < 2 or rest[1] in (1, 2)  # after the weight, which is None
-    return ((), dtype) if reduces else None
-
-
-def _view(shapes: Sequence[_Shape], dtype: torch.dtype, rest: Sequence[object]) -> tuple[_Shape, torch.dtype] | None:
-    sizes, elements = rest[0], math.prod(shapes[0])
-    assert isinstance(sizes, Sequence)
-    known = math.prod(size for size in sizes if size != -1)
-    if known <= 0 or elements % known or (-1 not in sizes and known != elements):
-        return None  # an error of torch
-    return tuple([elements // known if size == -1 else size for size in sizes]), dtype
-
-
-#: Operators of which one result is contiguous where the operands are.
-_FORMULAS: dict[object, _Formula] = {
-    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor), _arithmetic),
-    **dict.fromkeys(
-        (
-            aten.div.Tensor,
-            aten.pow.Tensor_Scalar,
-            *(getattr(aten, n).default for n in "tanh relu sigmoid silu gelu exp neg sqrt rsqrt cos sin".split()),
-        ),
-        _of_floats,
-    ),
-    **dict.fromkeys(
-        [getattr(getattr(aten, n), kind) for n in "eq ne lt le gt ge".split() for kind in ("Tensor", "Scalar")],
-        _comparison,
-    ),
-    **dict.fromkeys((aten.__and__.Tensor, aten.__or__.Tensor, aten.bitwise_and.Tensor), _of_truths),
-    aten.cumsum.default: _running_sum,
-    aten.layer_norm.default: _norm,
-    aten.linear.default: _linear,
-    **dict.fromkeys((aten.mm.default, aten.bmm.default, aten.matmul.default, aten.addmm.default), _product),
-    aten.embedding.default: _embedding,
-    aten.cross_entropy_loss.default: _cross_entropy,
-    aten.view.default: _view,
-}
-#: Operators whose further operands are indices; and those whose result has the memory of the first operand.
-_OF_INDICES = frozenset({aten.embedding.default, aten.cross_entropy_loss.default})
-_VIEWS = frozenset({aten.view.default})
+    grad = dtype.is_floating_point and is_grad_enabled() and any(map(_requires_grad, tensors))
+    return OperatorResult((shape, _contiguous(shape), dtype, device), grad, 0, 0 if target in VIEWS else None, False)
 
 
 def written_names(target: Target) -> tuple[str, ...]:

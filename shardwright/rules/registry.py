@@ -17,14 +17,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..autocast import UnderAutocast, under
 from ..errors import MissingRuleError, RuleError, ShardwrightError, StrategyError
-from ..graph import SEED, Op, Value, key_of, map_values, values_in
+from ..graph import SEED, Op, Value, values_in
 from ..layout import Digits, Layout
+from ..operator_results import results_of
 from ..redistribution import Window
 from ..torch_private import OpOverload, OpOverloadPacket, overload_of
 from .notation import Assignment, Bound, bind, parse
@@ -306,33 +307,6 @@ def local_output_shape(bound: Bound, assignment: Assignment, index: int = 0) -> 
 # -- expansion into simpler operators
 
 
-class _Like(NamedTuple):
-    """The shape and dtype of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-#: Call -> its outputs. Searches expand the same operator under hundreds of cuts, with much the same parts.
-_RESULTS: dict[Hashable, tuple[_Like, ...]] = {}
-#: The number of calls that are remembered.
-MOST_RESULTS = 1 << 14
-
-
-def _results(target: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[_Like, ...]:
-    """The outputs of a call."""
-    key = target, key_of((args, kwargs), lambda x: _Like(x.shape, x.dtype) if type(x) is Value else x)
-    known = _RESULTS.get(key)
-    if known is None:
-        if len(_RESULTS) >= MOST_RESULTS:
-            _RESULTS.clear()
-        metas = map_values((args, kwargs), lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta"))
-        result = target(*metas[0], **metas[1])
-        several = result if isinstance(result, (tuple, list)) else (result,)
-        known = _RESULTS[key] = tuple([_Like(tuple(r.shape), r.dtype) for r in several])
-    return known
-
-
 class Builder:
     """A recorder of operators.
 
@@ -347,7 +321,7 @@ class Builder:
     def call(self, target: Callable[..., object], *args: object, **kwargs: object) -> Any:
         """Record ``target(*args, **kwargs)``; returns its output value, or a tuple of output values."""
         inputs = values_in((args, kwargs))
-        results = _results(target, args, kwargs)
+        results = results_of(target, args, kwargs)
         name = f"{self.op.name}.{len(self.steps)}"
         needs_grad = any(v.requires_grad for v in inputs) and target is not torch.ops.aten.detach.default
         outputs = tuple(

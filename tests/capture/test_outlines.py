@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from shardwright.capture import outlines
+from shardwright import operator_results
 from shardwright.capture.outlines import by_formula, computed, form_of_arguments
 
 aten = torch.ops.aten
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.uint8)
 SIZES = st.sampled_from([1, 1, 2, 3, 5, 8])
-FORMULAS = outlines._FORMULAS
+FORMULAS = operator_results._FORMULAS
 
 
 def shapes(least=0, most=4):
@@ -30,7 +30,7 @@ def tensors(draw, shape, dtype):
 
 @st.composite
 def elementwise(draw, target):
-    kinds = (torch.bool, torch.bool, torch.int64) if FORMULAS[target] is outlines._of_truths else ()
+    kinds = (torch.bool, torch.bool, torch.int64) if FORMULAS[target] is operator_results._of_truths else ()
     dtype = draw(st.sampled_from(kinds or (*FLOATS, *INTEGERS, torch.bool)))
     shape = draw(shapes())
     x = draw(tensors(shape, dtype))
@@ -94,6 +94,13 @@ def sums(draw, target):
 
 
 @st.composite
+def shares(draw, target):
+    shape = draw(shapes(1))
+    dim, dtype = draw(st.integers(-len(shape), len(shape) - 1)), draw(st.sampled_from([(), (None,), (torch.float64,)]))
+    return draw(tensors(shape, draw(st.sampled_from(FLOATS)))), dim, *dtype
+
+
+@st.composite
 def views(draw, target):
     shape = draw(shapes())
     rest, sizes = math.prod(shape), []
@@ -115,7 +122,10 @@ OTHERS = {
     aten.embedding.default: embeddings,
     aten.cross_entropy_loss.default: losses,
     aten.cumsum.default: sums,
+    aten.softmax.int: shares,
+    aten.log_softmax.int: shares,
     aten.view.default: views,
+    aten.reshape.default: views,
 }
 
 

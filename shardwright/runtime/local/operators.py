@@ -35,6 +35,7 @@ from torch import Tensor
 
 from ...graph import Op, Value, changed, form_of, key_of, leaves_of_type, map_leaves, map_values
 from ...layout import Digit, Layout
+from ...operator_results import results_of
 from ...partition.local_program import LocalOp
 from ...rules import Bound, Rule, bound_rule, find_rule
 from ...rules.loss import SUM
@@ -146,21 +147,13 @@ def _run(op: Op, led: Sequence[bool] = (), lead: tuple[int, ...] = ()) -> Op:
         for v, has in zip(op.inputs, led or (False,) * len(op.inputs))
     }
     args, kwargs = map_values((op.args, op.kwargs), lambda v: values[v.name])
-    positional, named = map_values((args, kwargs), _meta)
-    with torch.no_grad():
-        made = op.target(*positional, **named)
-    made = made if isinstance(made, (list, tuple)) else (made,)
     return changed(
         op,
         args=args,
         kwargs=kwargs,
         inputs=tuple(values[v.name] for v in op.inputs),
-        outputs=tuple(Value(f"{op.name}.{i}", tuple(x.shape), x.dtype) for i, x in enumerate(made)),
+        outputs=tuple(Value(f"{op.name}.{i}", *made) for i, made in enumerate(results_of(op.target, args, kwargs))),
     )
-
-
-def _meta(value: Value) -> torch.Tensor:
-    return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def _keeps_apart(plain: Op, asked: Op, led: Sequence[bool]) -> bool:
