@@ -132,8 +132,10 @@ class Conditions:
         made = [Condition(f"torch.{name}()", _MODES[name], _MODES[name](), quiet=True) for name in self._modes]
         named: IdentityMap[torch.Tensor, str] = IdentityMap()  # tensors that were read, with their paths
         for place in reads:
-            for path, tensor in _tensors_in(place.get(), place.path, IdentitySet()):
-                named.setdefault(tensor, path)
+            value = place.get()
+            if isinstance(value, (torch.Tensor, tuple, *CONTAINERS)):
+                for path, tensor in _tensors_in(value, place.path, IdentitySet()):
+                    named.setdefault(tensor, path)
         if not named and not self._tensors:
             return made
         for module in modules:

@@ -216,10 +216,10 @@ class Recording:
                 f"what the forward does besides its result depends on the size of the batch: {other or ''}",
                 legal="pipelines without it: each micro-batch is a part of the batch",
             )
-        self.modules, self.effects = one.seen.modules, effects
-        self.reads.update(one.seen.reads)
+        self.modules, self.effects, reads = one.seen.modules, effects, one.seen.reads
+        self.reads.update(reads)
         self.operators.extend(one.marks)
-        self.conditions += one.asked.asked(one.seen.reads.values(), one.graph, [m for _, m in one.seen.modules])
+        self.conditions += one.asked.asked(reads.values(), one.graph, [m for _, m in one.seen.modules])
         self.strides = one.asked.strides if one.asked.strides.line else self.strides
 
 

@@ -59,6 +59,11 @@ aten = torch.ops.aten
 DIMS, SHAPES = ("dim", "dim0", "dim1", "dim2", "dims", "start_dim", "end_dim"), ("size", "shape")
 #: Overloads that reduce all dims -> the overload that takes the dims.
 INFORMED = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim}
+#: Operators of one operand that leave the dims before those that they name alone, whatever the sizes: no rule is tried.
+APART = frozenset(
+    {aten.view.default, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.split.Tensor}
+    | {aten.slice.Tensor, aten.select.int}
+)
 #: The size of the extra dim with which a rule is tried.
 ASKED = 5
 #: Plain call -> longer call: the layers of a model are alike, and so are its programs at one size.
@@ -84,7 +89,8 @@ def leading(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:
     if key not in _KNOWN:
         if len(_KNOWN) >= MOST_KNOWN:
             _KNOWN.clear()
-        _KNOWN[key] = _found(op, led, sizes)
+        apart = op.target in APART and 0 not in op.inputs[0].shape
+        _KNOWN[key] = _longer(op, sizes) if apart else _found(op, led, sizes)
     return _KNOWN[key]
 
 

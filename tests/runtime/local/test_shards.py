@@ -17,6 +17,7 @@ from shardwright.errors import LayoutError
 from shardwright.graph import Op, Value
 from shardwright.layout import Digit, Layout, overlap
 from shardwright.redistribution import redistribution, transpose
+from shardwright.runtime.local import operators
 from shardwright.runtime.local.matrix_products import product
 from shardwright.runtime.local.operators import SameOnAllRanks, leading, plain_function
 from shardwright.runtime.local.shards import Axes, ReplicasDiffer, convert_shards, converting, union
@@ -395,3 +396,36 @@ def test_only_where_a_rule_keeps_more_dims_apart(target, args, led, expected):
         (2, 3),
     )
     assert (None if made is None else made.args) == (None if expected is None else tuple(map(values, expected)))
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_views_leave_more_dims_alone(data):
+    """Operators of which no rule is tried: a rule finds the same call."""
+    shape = tuple(data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 5, 6]), min_size=1, max_size=4)))
+    dim = st.integers(-len(shape), len(shape) - 1)
+    target = data.draw(st.sampled_from(sorted(operators.APART, key=str)))
+    rest = {
+        "split": lambda: (data.draw(st.integers(1, 4)), data.draw(dim)),
+        "slice": lambda: (data.draw(dim), data.draw(st.integers(0, 2)), data.draw(st.integers(-1, 9)), 1),
+        "select": lambda: (data.draw(dim), 0),
+        "transpose": lambda: (data.draw(dim), data.draw(dim)),
+        "permute": lambda: (data.draw(st.permutations(range(len(shape)))),),
+    }.get(target.overloadpacket.__name__, lambda: (sizes_of(data, math.prod(shape)),))()
+    x, more = Value("x", shape, D), data.draw(st.sampled_from([(2,), (3, 2), (5,)]))
+    op = Op("op", target, (x, *rest), {}, (x,), ())
+    tried = operators._found(op, (True,), more)
+    assert tried is not None or 0 in operators._run(op).outputs[0].shape
+    made = leading(op, (True,), more)
+    assert tried is None or (made.target, made.args, made.kwargs) == (tried.target, tried.args, tried.kwargs)
+
+
+def sizes_of(data, elements):
+    """The sizes of a view; one of them may be left to torch."""
+    sizes = []
+    while elements > 1 or data.draw(st.integers(0, 3)) == 3:
+        sizes.append(data.draw(st.sampled_from([n for n in range(elements, 0, -1) if elements % n == 0])))
+        elements //= sizes[-1]
+    if sizes and data.draw(st.booleans()):
+        sizes[data.draw(st.integers(0, len(sizes) - 1))] = -1
+    return sizes
