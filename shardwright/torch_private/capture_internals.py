@@ -206,13 +206,6 @@ def called_above_autograd(
         version_lookup.required(f"torch._ops.{name}_pre_dispatch", feature) for name in ("_pop_mode_from", "_set_mode")
     )
 
-    class Beneath:
-        def __enter__(self) -> None:
-            pop()
-
-        def __exit__(self, *_: object) -> None:
-            put(mode)
-
     def found_by(func: Any) -> None:
         """Let calls of an operator find `handle`: torch takes its mode away, and puts it back, at any other call."""
         func._dispatch_cache[key] = lambda *args, **kwargs: handle(func, args, kwargs)
@@ -236,7 +229,27 @@ def called_above_autograd(
     ):
         for func in expected:
             found_by(func)
-        yield Beneath
+        yield functools.partial(_Beneath, pop, put, mode)
+
+
+class _Beneath:
+    """A context in which operators are called beneath a mode.
+
+    Args:
+        pop, put: take the mode away, and put it back.
+        mode: the mode.
+    """
+
+    __slots__ = ("_mode", "_pop", "_put")
+
+    def __init__(self, pop: Callable[[], object], put: Callable[[object], object], mode: object) -> None:
+        self._pop, self._put, self._mode = pop, put, mode
+
+    def __enter__(self) -> None:
+        self._pop()
+
+    def __exit__(self, *_: object) -> None:
+        self._put(self._mode)
 
 
 def _out_of_sight(handle: Callable[..., object]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import itertools
 import logging
 import random
@@ -22,7 +23,7 @@ from shardwright.capture import outlines, recapture
 from shardwright.capture.export import Recording, capture
 from shardwright.capture.graph_reader import GraphReader
 from shardwright.capture.outlines import Differs, Outline
-from shardwright.capture.recapture import ModelPrograms, Program
+from shardwright.capture.recapture import LightRun, ModelPrograms, OperatorCall, Program
 from shardwright.capture.regions import Applied
 from shardwright.graph import Form, form_of
 
@@ -565,6 +566,19 @@ def test_meta_tensors_are_asked_where_they_tell_the_same_as_fake_tensors():
         assert program.by_meta(aten.linear.default) is True and Program(exported).by_meta(aten.linear.default) is False
     node.meta["val"] = meta
     assert program.by_meta(aten.linear.default)
+
+
+def test_a_light_run_leaves_nothing_to_the_garbage_collector():
+    net, programs = Language(), ModelPrograms()
+    capture(net, (labels(32, 16).view(4, 8),), programs=programs)
+    capture(net, (labels(48, 16).view(6, 8),), programs=programs)
+    gc.collect()
+    gc.disable()
+    try:
+        capture(net, (labels(64, 16).view(8, 8),), programs=programs)
+        assert not [x for x in gc.get_objects() if type(x) in (Outline, LightRun, OperatorCall)]
+    finally:
+        gc.enable()
 
 
 def test_an_outline_has_no_elements():

@@ -330,19 +330,22 @@ class KeptState:
     def keep_those_of(self, earlier: KeptState) -> None:
         """Keep the present state of all that an earlier run of the same forward has kept."""
         self._paths = IdentityMap(earlier._paths.items())
-        self._spaces = IdentityMap((owner, self._present_of(snapshot)) for owner, snapshot in earlier._spaces.items())
-        self._containers = IdentityMap(
-            (owner, self._present_of(snapshot)) for owner, snapshot in earlier._containers.items()
-        )
+        self._spaces, self._containers = map(self._present_of, (earlier._spaces, earlier._containers))
         self._reader, self._places = earlier._reader, earlier._places | earlier._present
         self._entries = list(earlier._entries)
         for value, (_, path) in earlier._opaque.items():
             self.keep_opaque(value, path)
 
-    def _present_of(self, snapshot: _Snapshot) -> _Snapshot:
-        """The present content of what `reaches_alike` has compared."""
-        before = snapshot.before if snapshot.unchanged else self._before(snapshot.owner)
-        return _Snapshot(snapshot.owner, before, before, snapshot.path, snapshot.of_tensors)
+    def _present_of(self, snapshots: IdentityMap[object, _Snapshot]) -> IdentityMap[object, _Snapshot]:
+        """The present content of what `reaches_alike` has compared. The earlier run has ended, so that both runs share
+        the snapshots of what is unchanged."""
+        present = IdentityMap(snapshots.items())
+        for owner, snapshot in snapshots.items():
+            if snapshot.unchanged:
+                snapshot.begun = snapshot.before
+            else:
+                present[owner] = self._snapshot(snapshot.owner, snapshot.path, snapshot.of_tensors)
+        return present
 
     def keep_hooks_of(self, module: nn.Module, path: str) -> None:
         """Keep the tables of the hooks of a module."""

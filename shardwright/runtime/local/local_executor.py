@@ -394,9 +394,13 @@ class LocalExecutor:
 
 def _reading(slots: Sequence[int]) -> _Read:
     """The function from all values to those in these slots."""
-    if len(slots) < 2:
-        return itemgetter(slice(slots[0], slots[0] + 1) if slots else slice(0))
-    return itemgetter(*slots)
+    return itemgetter(*slots) if len(slots) > 1 else _reading_few(*slots)
+
+
+@cache
+def _reading_few(*slots: int) -> _Read:
+    """The same for one slot, or none."""
+    return itemgetter(slice(slots[0], slots[0] + 1) if slots else slice(0))
 
 
 def _all(env: _Values) -> _Values:
