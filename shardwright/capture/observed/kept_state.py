@@ -16,10 +16,10 @@ Example: a forward with ``self.count += 1``, where ``count`` is 3, has one `Chan
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
-from operator import is_not, itemgetter
+from itertools import chain, compress
+from operator import is_, is_not, itemgetter
 
 import torch
 from torch import nn
@@ -152,6 +152,25 @@ class _Snapshot:
             return all(map(_reaches_alike, before, owner))
         before, now = _as_dict(before), filled(owner)
         return [*now] == [*before] and all(map(_reaches_alike, before.values(), now.values()))
+
+
+def _same_contents(pairs: Sequence[tuple[Collection[object], Collection[object]]]) -> bool:
+    """True where each container holds the same objects as an earlier copy, in the same order.
+
+    Args:
+        pairs: the containers with their copies. No line of Python runs for one that is a plain dict.
+    """
+    plain = [(owner, copy) for owner, copy in pairs if type(owner) is dict and type(copy) is dict]
+    owners, copies = [owner for owner, _ in plain], [copy for _, copy in plain]
+    return (
+        list(map(tuple, owners)) == list(map(tuple, copies))
+        and all(map(is_, _values_of(owners), _values_of(copies)))
+        and all(same_content(owner, copy) for owner, copy in pairs if type(owner) is not dict or type(copy) is not dict)
+    )
+
+
+def _values_of(dicts: Iterable[dict[object, object]]) -> Iterator[object]:
+    return chain.from_iterable(map(dict.values, dicts))
 
 
 def _as_dict(content: Collection[object]) -> dict[object, object]:
@@ -304,10 +323,20 @@ class KeptState:
     def reaches_alike(self) -> bool:
         """True where the kept state leads to the same objects as before the capture."""
         return (
-            all(snapshot.reaches_alike() for snapshot in (*self._spaces.values(), *self._containers.values()))
+            self._spaces_reach_alike()
+            and all(snapshot.reaches_alike() for snapshot in self._containers.values())
             and self._places_reach_alike()
             and all(_own_names(cls) == _own_names(names) for cls, names in self._entries)
         )
+
+    def _spaces_reach_alike(self) -> bool:
+        spaces = list(self._spaces.values())
+        plain = [snapshot for snapshot in spaces if not snapshot.of_tensors]
+        if not _same_contents([(snapshot.owner, snapshot.before) for snapshot in plain]):
+            return all(snapshot.reaches_alike() for snapshot in spaces)
+        for snapshot in spaces:
+            snapshot.unchanged = not snapshot.of_tensors
+        return True
 
     def _places_reach_alike(self) -> bool:
         self._present = {}
@@ -348,15 +377,15 @@ class KeptState:
         return present
 
     def keep_hooks_of(self, module: nn.Module, path: str) -> None:
-        """Keep the tables of the hooks of a module."""
-        for hooks in forward_hook_tables(module):
-            self._hooks.append(self._snapshot(hooks, path))
+        """Keep the tables of the hooks of a module. A forward takes no hook out of an empty one."""
+        self._hooks += [self._snapshot(hooks, path) for hooks in forward_hook_tables(module) if hooks]
 
     def changes(self) -> Iterator[Change]:
         """The changes by the forward, compared with the present state. Where there was none,
         `put_back` does not look at the state again."""
         as_begun = True
-        for snapshot in self._spaces.values():
+        spaces = list(self._spaces.values())
+        for snapshot in () if _same_contents([(s.owner, s.begun) for s in spaces]) else spaces:
             if not same_content(snapshot.owner, snapshot.begun):
                 as_begun = False
                 for change in _of_dict(snapshot, "{0}.{1}"):
