@@ -133,6 +133,8 @@ class _Snapshot:
         before, self.begun = self.before, ()
         if self.of_tensors:
             self.before = ()
+        elif self.unchanged:  # the contents are those of an earlier run, which has forgotten them
+            return
         elif before and any(issubclass(kind, torch.Tensor) for kind in set(map(type, contents(before)))):
             if isinstance(before, dict):
                 self.before = {key: _without_tensor(value) for key, value in before.items()}

@@ -345,7 +345,7 @@ class StandIns:
         written in C keeps a stand-in, which holds nothing of the capture.
         """
         with contextlib.ExitStack() as stack:
-            stack.callback(_put_back_in_modules, frozenset(sys.modules))
+            stack.callback(_put_back_in_modules, tuple(sys.modules))
             places = [(time, n) for n in (*_CLOCKS, *(f"{n}_ns" for n in _CLOCKS))] if self._later else []
             places += [(os, "urandom"), (uuid, "uuid1"), (uuid, "uuid4"), (copy, "copy"), (copy, "deepcopy")]
             places += [(secrets, n) for n in vars(secrets)]
@@ -427,13 +427,13 @@ def _inside_of(stand_ins: StandIns) -> Callable[[], Observer | None]:
     return inside
 
 
-def _put_back_in_modules(known: frozenset[str]) -> None:
+def _put_back_in_modules(known: tuple[str, ...]) -> None:
     """Put functions back where modules have imported their stand-ins.
 
     Args:
         known: the names of the modules that were there before the stand-ins.
     """
-    for name in sys.modules.keys() - known:
+    for name in sys.modules.keys() - set(known) if tuple(sys.modules) != known else ():
         names = getattr(sys.modules.get(name), "__dict__", {})
         for key, value in [*names.items()]:
             if type(value) is types.FunctionType and hasattr(value, _REPLACED):
