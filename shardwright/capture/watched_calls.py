@@ -366,9 +366,8 @@ def in_all_files(seen: Files, functions: Iterable[tuple[object, object]]) -> Non
         functions: (the other function, the function in its place) of each.
     """
     stand_ins = IdentityMap[object, object](functions)
-    sought = set(map(id, stand_ins))
     for file in seen.files:
-        for key, value in () if sought.isdisjoint(map(id, file.values())) else list(file.items()):
+        for key, value in list(file.items()):
             if value in stand_ins:
                 seen.put_stand_in(GuardedPlace(file, key, f"{file.get('__name__')}.{key}"), value, stand_ins[value])
 
