@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import takewhile
 from operator import itemgetter
 from typing import Any
@@ -639,10 +639,29 @@ class _OneOfAllRanks(torch.autograd.Function):
         return SameOnAllRanks.apply(gradient, *ctx.places), None, None, None, None
 
 
-def _leaves_out(node: Node, target: object, argument: str) -> bool:
-    """True where the call leaves an argument of its operator to the default."""
+@cache
+def _of_torch(target: OpOverload) -> tuple[str, object]:
+    """The function that calls an overload for all arguments that a node may have, and its name in `torch`; None where
+    there is none.
+
+    torch.bernoulli lacks one overload, and torch.index_put takes no None as an index.
+    """
+    if (
+        target.namespace != "aten"
+        or overload_name(target) not in PARSED
+        or not isinstance(schema_of(target).arguments[0].type, torch.TensorType)
+        or target in (aten.bernoulli.Tensor, aten.index_put.default)
+    ):
+        return "", None
+    name = target.overloadpacket.__name__
+    return name, torch_function(name)
+
+
+@cache
+def _place_of_reduction(target: OpOverload) -> int | None:
+    """The place of ``reduction`` among the arguments of an overload; None where it has no such argument."""
     names = [a.name for a in schema_of(target).arguments]
-    return argument in names[len(node.args) :] and argument not in node.kwargs
+    return names.index("reduction") if "reduction" in names else None
 
 
 def plain_function(node: Node) -> Any:
@@ -657,17 +676,9 @@ def plain_function(node: Node) -> Any:
     target = PLAIN.get(node.target) or node.target
     if target is aten.matmul.default and all(len(a.meta["instance"].value.shape) == 2 for a in node.all_input_nodes):
         return torch.mm
-    if (
-        not isinstance(target, OpOverload)
-        or target.namespace != "aten"
-        or overload_name(target) not in PARSED
-        or not isinstance(schema_of(target).arguments[0].type, torch.TensorType)
-        or target in (aten.bernoulli.Tensor, aten.index_put.default)
-        or _leaves_out(node, target, "reduction")
-    ):
-        # torch.bernoulli lacks this overload, and torch.index_put takes no None as an index. A loss without `reduction`
-        # is a mean by its schema; torch.kl_div and its kin take it for no reduction.
+    name, function = _of_torch(target) if isinstance(target, OpOverload) else ("", None)
+    if function is None or getattr(torch, name, None) != function:
         return target
-    name = target.overloadpacket.__name__
-    function = torch_function(name)
-    return function if function is not None and getattr(torch, name, None) == function else target
+    # A loss without `reduction` is a mean by its schema; torch.kl_div and its kin take it for no reduction.
+    place = _place_of_reduction(target)
+    return target if place is not None and place >= len(node.args) and "reduction" not in node.kwargs else function
