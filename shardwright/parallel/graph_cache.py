@@ -145,17 +145,18 @@ def _derived(earlier: Graph, wide: Graph, graph: Graph, shapes: Sequence[Shape])
         raise _Unknown
     explained = _Numbers(earlier, wide, graph)
     ops = []
-    forms: dict[tuple[Form, Form, Form], Form] = {}  # equal layers are of one form here too
+    known: dict[tuple[Form, Form, Form], tuple[list[object], Form]] = {}  # equal layers are of one form here too
     for a, b, op in zip(earlier.ops, wide.ops, graph.ops):
         outputs = tuple(map(widened, a.outputs, b.outputs, op.outputs))
-        args, kwargs = explained.arguments(a, b, op, grown)
+        alike = form_of(a), form_of(b), form_of(op)
+        numbers, form = known.get(alike) or (explained.leaves(a, b, op), None)
+        args, kwargs = _with_values(op, numbers, grown)
         inputs_of = tuple([grown.get(v.name, v) for v in op.inputs])
         made = changed(op, args=args, kwargs=kwargs, inputs=inputs_of, outputs=outputs)
-        alike = form_of(a), form_of(b), form_of(op)
-        if alike in forms:
-            share_form(made, forms[alike])
+        if form is None:
+            known[alike] = numbers, form_of(made)
         else:
-            forms[alike] = form_of(made)
+            share_form(made, form)
         ops.append(made)
     return replace(
         graph,
@@ -164,6 +165,24 @@ def _derived(earlier: Graph, wide: Graph, graph: Graph, shapes: Sequence[Shape])
         outputs=tuple([grown.get(v.name, v) if isinstance(v, Value) else v for v in graph.outputs]),
         updates={name: grown.get(v.name, v) for name, v in graph.updates.items()},
     )
+
+
+def _with_values(
+    op: Op, numbers: list[object], grown: dict[str, Value]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """The arguments of an operator with other numbers, and its values as they have grown.
+
+    Args:
+        numbers: the leaves of the arguments; those that are values count for nothing.
+    """
+    further = iter(numbers)
+
+    def leaf(x: object) -> object:
+        number = next(further)
+        return grown.get(x.name, x) if type(x) is Value else number
+
+    args, kwargs = map_leaves(leaf, (op.args, op.kwargs))
+    return args, kwargs
 
 
 def _number(a: int, b: int, now: int) -> int:
@@ -187,20 +206,13 @@ class _Numbers:
         self._same_rows = all(x == z for x, y, z in sizes if x != y)
         self._fixed_sizes = {(x, z) for x, y, z in sizes if x == y and x != z}
 
-    def arguments(self, a: Op, b: Op, op: Op, grown: dict[str, Value]) -> tuple[tuple[object, ...], dict[str, object]]:
+    def leaves(self, a: Op, b: Op, op: Op) -> list[object]:
+        """The leaves of the arguments of `op`, with the numbers of a wide capture."""
         mine, theirs = list(leaves((a.args, a.kwargs))), list(leaves((b.args, b.kwargs)))
         now = list(leaves((op.args, op.kwargs)))
         if not len(mine) == len(theirs) == len(now):
             raise _Unknown
-        made = now if mine == theirs == now else [self._leaf(*three) for three in zip(mine, theirs, now)]
-        rest = iter(made)
-
-        def leaf(_: object) -> object:
-            x = next(rest)
-            return grown.get(x.name, x) if type(x) is Value else x
-
-        args, kwargs = map_leaves(leaf, (op.args, op.kwargs))
-        return args, kwargs
+        return now if mine == theirs == now else [self._leaf(*three) for three in zip(mine, theirs, now)]
 
     def _leaf(self, a: object, b: object, now: object) -> object:
         if type(now) is Value:
