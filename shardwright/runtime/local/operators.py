@@ -247,7 +247,8 @@ class Call:
         """A key that is equal for calls of one program with equal steps: the call without its names."""
         node, op, slots = self.node, self.instruction.op, self.slots
         operands = [(self._local(a), self.rank_shapes[a], self.terms.get(a), self.gradients[a]) for a in self.operands]
-        if self.instruction.as_written:  # the operator's form tells the arguments, and the operands' dtypes
+        # The operator's form tells the arguments and the operands' dtypes, where each input is an operand of its own.
+        if self.instruction.as_written and len(self.operands) == len(op.inputs):
             return self.out, tuple(operands), form_of(op), op.micro, op.fast, op.origin is None
         called = key_of((node.args, node.kwargs), lambda a: slots[a] if type(a) is Node else a)
         values = [(v.shape, v.dtype, v.requires_grad) for v in map(self._value, self.operands)]
