@@ -149,11 +149,17 @@ def _of_truths(shapes: Sequence[_Shape], dtype: torch.dtype, rest: Sequence[obje
 
 
 def _softmax(shapes: Sequence[_Shape], dtype: torch.dtype, rest: Sequence[object]) -> _Found:
-    return (shapes[0], dtype) if dtype.is_floating_point and shapes[0] and list(rest[1:]) in ([], [None]) else None
+    fits = dtype.is_floating_point and _has_dim(shapes[0], rest[0]) and list(rest[1:]) in ([], [None])
+    return (shapes[0], dtype) if fits else None
 
 
 def _running_sum(shapes: Sequence[_Shape], dtype: torch.dtype, rest: Sequence[object]) -> _Found:
-    return shapes[0], torch.int64 if dtype is torch.bool or dtype in _INTEGERS else dtype
+    made = torch.int64 if dtype is torch.bool or dtype in _INTEGERS else dtype
+    return (shapes[0], made) if _has_dim(shapes[0], rest[0]) else None
+
+
+def _has_dim(shape: _Shape, dim: object) -> bool:
+    return isinstance(dim, int) and -len(shape) <= dim < len(shape)
 
 
 def _norm(shapes: Sequence[_Shape], dtype: torch.dtype, rest: Sequence[object]) -> _Found:
@@ -192,7 +198,8 @@ def _view(shapes: Sequence[_Shape], dtype: torch.dtype, rest: Sequence[object]) 
     sizes, elements = rest[0], math.prod(shapes[0])
     assert isinstance(sizes, Sequence)
     known = math.prod(size for size in sizes if size != -1)
-    if known <= 0 or elements % known or (-1 not in sizes and known != elements):
+    open_sizes = [size for size in sizes if size < 0]
+    if open_sizes not in ([], [-1]) or known <= 0 or elements % known or (not open_sizes and known != elements):
         return None  # an error of torch
     return tuple([elements // known if size == -1 else size for size in sizes]), dtype
 

@@ -178,6 +178,10 @@ def test_a_formula_gives_what_the_kernels_give(target):
         (aten.cross_entropy_loss.default, (torch.empty(4, 3), torch.empty(5, dtype=torch.int64), None, 1)),
         (aten.view.default, (torch.empty(4, 3), [5, -1])),
         (aten.view.default, (torch.empty(4, 3), [4, 4])),
+        (aten.view.default, (torch.empty(4, 3), [-1, -1, 2])),
+        (aten.view.default, (torch.empty(4, 3), [-4, -3])),
+        (aten.cumsum.default, (torch.empty(4, 3), 2)),
+        (aten.softmax.int, (torch.empty(4, 3), -3)),
         (aten.conv2d.default, (torch.empty(1, 3, 4, 4), torch.empty(2, 3, 1, 1))),
     ],
 )
