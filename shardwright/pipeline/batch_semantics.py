@@ -294,9 +294,9 @@ def _pairs(
 ) -> Iterator[tuple[Op, Op | None]]:
     wide_ops = list(reversed(wide.ops))
     for op in graph.ops:
-        while wide_ops and not same_form(op, wide_ops[-1]) and wide_ops[-1].target in _OMITTED:
+        while wide_ops and not (same := same_form(op, wide_ops[-1])) and wide_ops[-1].target in _OMITTED:
             wide_ops.pop()
-        if wide_ops and same_form(op, wide_ops[-1]):
+        if wide_ops and same:
             yield op, wide_ops.pop()
         elif op.target in _OMITTED:
             yield op, None
@@ -309,11 +309,12 @@ def _pairs(
 
 
 def _alike(op: Op, other: Op) -> bool:
-    return repr(op.target) == repr(other.target) and (op.module, op.source) == (other.module, other.source)
+    return _alike_anywhere(op, other) and op.source == other.source
 
 
 def _alike_anywhere(op: Op, other: Op) -> bool:
-    return repr(op.target) == repr(other.target) and op.module == other.module
+    same = op.target is other.target or repr(op.target) == repr(other.target)
+    return same and op.module == other.module
 
 
 def differences(op: Op, other: Op) -> list[tuple[str, Any, Any]]:
