@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from ...errors import CaptureError
+from ...identity_tables import IdentityMap
 from ...torch_private import DisableTorchFunction, FakeTensor, pytree, untraced
 from ..source_lines import is_users
 from .places import GuardedPlace
@@ -133,7 +134,8 @@ def computed_for_real(modules: list[tuple[str, nn.Module]], functions: Sequence[
         functions: the loss, where it is a function.
     """
     put: list[tuple[GuardedPlace, object]] = []
-    stand_ins: dict[Memoised, MemoisedStandIn] = {}
+    places, library = _places(modules, functions)
+    stand_ins = dict(library.stand_ins)
 
     def of_function(function: object) -> MemoisedStandIn:
         assert isinstance(function, _KEEPS)
@@ -147,7 +149,9 @@ def computed_for_real(modules: list[tuple[str, nn.Module]], functions: Sequence[
         return of_function(value)
 
     try:
-        for place in _places(modules, functions):
+        for names, _, replaced in library.swaps:
+            names.update(replaced)
+        for place in places:
             old = place.get()
             put.append((place, old))
             place.set(stood_for(old))
@@ -155,10 +159,13 @@ def computed_for_real(modules: list[tuple[str, nn.Module]], functions: Sequence[
     finally:
         for place, old in reversed(put):
             place.set(old)
+        for names, kept, _ in library.swaps:
+            names.update(kept)
 
 
-def _places(modules: list[tuple[str, nn.Module]], functions: Sequence[object]) -> list[GuardedPlace]:
-    """The places that hold functions of the model that cache their results."""
+def _places(modules: list[tuple[str, nn.Module]], functions: Sequence[object]) -> tuple[list[GuardedPlace], _Library]:
+    """The places that hold functions of the model that cache their results, but for those in files; and the library of
+    these files."""
     classes = dict.fromkeys(
         cls for _, m in modules for cls in type(m).__mro__ if _users_module(cls.__module__) is not None
     )
@@ -187,7 +194,7 @@ def _places(modules: list[tuple[str, nn.Module]], functions: Sequence[object]) -
                 places.append(GuardedPlace(vars(m), key, key))
     closures += [function for function in functions if type(function) is types.FunctionType]
     places += _in_closures(closures)[0]
-    return list({place.identity: place for place in places}.values())
+    return list({place.identity: place for place in places}.values()), library
 
 
 class _Entries(NamedTuple):
@@ -320,7 +327,10 @@ class _Library(NamedTuple):
     Args:
         files: the entries of each file, by its name; None for one that is not imported.
         entries: the entries of the files and of their classes.
-        places: the places of functions that cache their results.
+        places: the places of functions that cache their results, in classes and closures.
+        swaps: the names of each file that hold such functions: (the names of the file, the functions, their stand-ins).
+            A library of models has hundreds of such names, most of them imported from one file.
+        stand_ins: function -> its stand-in.
         cells: variables of closures with their values; those in `empty` have none.
         defined: the classes of the files.
         classes: further classes of users in the files, as the keys of a dict.
@@ -329,6 +339,8 @@ class _Library(NamedTuple):
     files: dict[str, dict[str, object] | None]
     entries: _Entries
     places: tuple[GuardedPlace, ...]
+    swaps: tuple[tuple[dict[str, object], dict[str, Memoised], dict[str, MemoisedStandIn]], ...]
+    stand_ins: dict[Memoised, MemoisedStandIn]
     cells: list[types.CellType]
     contents: list[object]
     empty: list[types.CellType]
@@ -397,10 +409,24 @@ def _read_library(files: list[types.ModuleType]) -> _Library:
                     waiting.append(sys.modules[name])
     further, cells = _in_closures(closures)
     filled = [cell for cell in cells if cell != _EMPTY]
+    of_files = IdentityMap[object, tuple[dict[str, object], dict[str, Memoised]]](
+        (names, (names, {})) for names in entries.values() if names is not None
+    )
+    others: list[GuardedPlace] = []
+    for place in (*places, *further):
+        function, file = place.get(), of_files.get(place.owner)
+        if file is None or not isinstance(function, _KEEPS):
+            others.append(place)
+        else:
+            file[1][str(place.key)] = function
+    stand_ins = {f: MemoisedStandIn(f) for _, kept in of_files.values() for f in kept.values()}
+    swaps = [(names, kept, {k: stand_ins[f] for k, f in kept.items()}) for names, kept in of_files.values() if kept]
     return _Library(
         entries,
         _Entries.read(tuple(mappings)),
-        (*places, *further),
+        tuple(others),
+        tuple(swaps),
+        stand_ins,
         filled,
         list(map(_contents, filled)),
         [cell for cell in cells if cell == _EMPTY],
