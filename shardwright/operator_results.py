@@ -148,7 +148,7 @@ def _of_truths(shapes: Sequence[_Shape], dtype: torch.dtype, rest: Sequence[obje
     return None if shape is None else (shape, dtype)
 
 
-def _softmax(shapes: Sequence[_Shape], dtype: torch.dtype, rest: Sequence[object]) -> _Found:
+def _shares(shapes: Sequence[_Shape], dtype: torch.dtype, rest: Sequence[object]) -> _Found:
     fits = dtype.is_floating_point and _has_dim(shapes[0], rest[0]) and list(rest[1:]) in ([], [None])
     return (shapes[0], dtype) if fits else None
 
@@ -220,7 +220,7 @@ _FORMULAS: dict[object, _Formula] = {
         _comparison,
     ),
     **dict.fromkeys((aten.__and__.Tensor, aten.__or__.Tensor, aten.bitwise_and.Tensor), _of_truths),
-    **dict.fromkeys((aten.softmax.int, aten.log_softmax.int), _softmax),
+    **dict.fromkeys((aten.softmax.int, aten.log_softmax.int), _shares),
     aten.cumsum.default: _running_sum,
     aten.layer_norm.default: _norm,
     aten.linear.default: _linear,

@@ -25,7 +25,7 @@ from ..accelerators import default_device
 from ..errors import CaptureError, SettingError
 from ..launch.device_choice import asked_device
 from ..pytree_objects import opened
-from ..torch_private import buffer_table, modules_of, parameter_table, pytree
+from ..torch_private import buffer_table, parameter_table, pytree
 from .annotations import is_collecting
 from .module_calls import LossFunction
 from .source_lines import calling_line
@@ -43,13 +43,6 @@ def device_of(net: nn.Module, loss_fn: LossFunction | None = None, inputs: objec
     Raises:
         SettingError: parameters or buffers on several devices, with two of their names.
     """
-    parts = [part for part in (net, loss_fn) if isinstance(part, nn.Module)]
-    modules = [module for part in parts for module in modules_of(part)]
-    tables = [table(module) for module in modules for table in (parameter_table, buffer_table)]
-    devices = {tensor.device for table in tables for tensor in table.values() if tensor is not None}
-    used = [device for device in devices if device.type != "meta"]
-    if len(used) == 1:
-        return used[0]
     found: dict[torch.device, str] = {}
     for prefix, part in (("", net), ("loss_fn.", loss_fn)):
         if isinstance(part, nn.Module):
