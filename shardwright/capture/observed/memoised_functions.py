@@ -412,11 +412,11 @@ def _read_library(files: list[types.ModuleType]) -> _Library:
     of_files = IdentityMap[object, tuple[dict[str, object], dict[str, Memoised]]](
         (names, (names, {})) for names in entries.values() if names is not None
     )
-    others: list[GuardedPlace] = []
+    elsewhere: list[GuardedPlace] = []
     for place in (*places, *further):
         function, file = place.get(), of_files.get(place.owner)
         if file is None or not isinstance(function, _KEEPS):
-            others.append(place)
+            elsewhere.append(place)
         else:
             file[1][str(place.key)] = function
     stand_ins = {f: MemoisedStandIn(f) for _, kept in of_files.values() for f in kept.values()}
@@ -424,7 +424,7 @@ def _read_library(files: list[types.ModuleType]) -> _Library:
     return _Library(
         entries,
         _Entries.read(tuple(mappings)),
-        tuple(others),
+        tuple(elsewhere),
         tuple(swaps),
         stand_ins,
         filled,
