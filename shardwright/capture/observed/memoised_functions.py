@@ -159,8 +159,8 @@ def computed_for_real(modules: list[tuple[str, nn.Module]], functions: Sequence[
     finally:
         for place, old in reversed(put):
             place.set(old)
-        for names, kept, _ in library.swaps:
-            names.update(kept)
+        for names, plain, _ in library.swaps:
+            names.update(plain)
 
 
 def _places(modules: list[tuple[str, nn.Module]], functions: Sequence[object]) -> tuple[list[GuardedPlace], _Library]:
@@ -419,8 +419,8 @@ def _read_library(files: list[types.ModuleType]) -> _Library:
             elsewhere.append(place)
         else:
             file[1][str(place.key)] = function
-    stand_ins = {f: MemoisedStandIn(f) for _, kept in of_files.values() for f in kept.values()}
-    swaps = [(names, kept, {k: stand_ins[f] for k, f in kept.items()}) for names, kept in of_files.values() if kept]
+    stand_ins = {f: MemoisedStandIn(f) for _, found in of_files.values() for f in found.values()}
+    swaps = [(names, found, {k: stand_ins[f] for k, f in found.items()}) for names, found in of_files.values() if found]
     return _Library(
         entries,
         _Entries.read(tuple(mappings)),
