@@ -38,7 +38,7 @@ from torch import nn
 from ..errors import SettingError, place_text
 from ..graph import map_leaves
 from ..identity_tables import IdentityMap
-from ..torch_private import modules_of, named_modules_of, parameter_table
+from ..torch_private import parameter_table
 from .regions import ATTRIBUTE, RecomputeSettings, region
 from .source_lines import stack_level
 
@@ -380,7 +380,7 @@ _MAPPINGS = frozenset({dict, OrderedDict})
 
 def _marked_operators(net: nn.Module) -> Iterator[tuple[str, Operator]]:
     """Every marked operator in a model, with its attribute path."""
-    for path, module in named_modules_of(net):
+    for path, module in net.named_modules():
         prefix = path + "." if path else ""
         for attribute, value in vars(module).items():
             kind = type(value)
@@ -416,7 +416,7 @@ def note_planned(model: object, net: nn.Module, further: Iterable[Operator] = ()
         further: operators that the forward finds elsewhere than in attributes of modules, such as globals.
     """
     parts: Iterator[nn.Module | Operator] = chain(
-        modules_of(net), (operator for _, operator in _marked_operators(net)), further
+        net.modules(), (operator for _, operator in _marked_operators(net)), further
     )
     for part in parts:
         models = _PLANNED.get(part)

@@ -51,7 +51,6 @@ from ..torch_private import (
     hooks_of,
     hooks_of_all_modules,
     layouts_unrecorded,
-    named_modules_of,
     parameter_table,
     part_tables,
     pytree,
@@ -421,7 +420,7 @@ def _captured(
             setattr(made, PARAMETER, True)
         return made
 
-    paths = dict(named_modules_of(module, remove_duplicate=False))
+    paths = dict(module.named_modules(remove_duplicate=False))
     tied: IdentityMap[torch.Tensor, list[str]] = IdentityMap()
     for table in (parameter_table, buffer_table):
         for path, m in paths.items():

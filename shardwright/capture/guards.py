@@ -24,7 +24,7 @@ import contextvars
 import functools
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import chain
 from operator import attrgetter, is_
 from typing import NamedTuple
 
@@ -38,14 +38,14 @@ from .observed.places import (
     CALLED,
     CONTAINERS,
     MISSING,
+    Entry,
     GuardedPlace,
+    PlaceReader,
     contents,
     entries,
     is_simple,
     same,
     spelled,
-    value_in_class,
-    value_in_dict,
 )
 
 __all__ = ["CONTAINERS", "HOOKS", "MISSING", "Condition", "GuardedPlace", "Guards", "contents", "is_simple", "spelled"]
@@ -173,29 +173,10 @@ class Guards:
         self._tensors = [tensor for _, tensor in named]
         self._dtypes, self._shapes = list(map(_dtype, self._tensors)), list(map(_shape, self._tensors))
         places = list(found.values())
-        self._dict_places = [p for p in places if isinstance(p.owner, dict)]
-        self._dicts: list[dict[object, object]] = [p.owner for p in places if isinstance(p.owner, dict)]
-        self._names = [p.key for p in self._dict_places]
-        self._values = [p.get() for p in self._dict_places]
-        self._class_places = [p for p in places if isinstance(p.owner, type)]
-        self._classes = [p.owner.__dict__ for p in places if isinstance(p.owner, type)]
-        self._class_names = [str(p.key) for p in self._class_places]
-        self._class_values = [p.get() for p in self._class_places]
-        self._cell_places = [p for p in places if isinstance(p.owner, types.CellType)]
-        self._cells = [p.owner for p in self._cell_places]
-        self._cell_values = [p.get() for p in self._cell_places]
-        self._object_places = [(p, p.get()) for p in places if not isinstance(p.owner, (dict, type, types.CellType))]
-        # Most of the others are attributes, such as the defaults of functions: each is read of all its owners at once.
-        by_name: dict[str, list[tuple[GuardedPlace, object]]] = {}
-        self._asked: list[tuple[GuardedPlace, object]] = []
-        for place, value in self._object_places:
-            name = place.key
-            is_attribute = isinstance(name, str) and name is not CALLED and value is not MISSING
-            (by_name.setdefault(str(name), []) if is_attribute else self._asked).append((place, value))
-        self._attributes = [
-            (attrgetter(name), [place.owner for place, _ in pairs], [value for _, value in pairs])
-            for name, pairs in by_name.items()
-        ]
+        # Settings and entries of the environment may be other, equal objects at each read.
+        self._asked = [(p, p.get()) for p in places if p.key is CALLED or isinstance(p.key, Entry)]
+        self._reader = PlaceReader([p for p in places if p.key is not CALLED and not isinstance(p.key, Entry)])
+        self._values = self._reader.values()
 
     def _contain(
         self,
@@ -252,25 +233,17 @@ class Guards:
 
     def _unchanged(self) -> bool:
         """True where every guarded object is identical to the recorded one."""
-        try:
-            return (
-                all(map(is_, map(value_in_dict, self._dicts, self._names, repeat(MISSING)), self._values))
-                and not any(self._empty)
-                and list(map(len, self._full)) == self._counts
-                and all(map(is_, chain.from_iterable(map(dict.values, self._full)), self._members))
-                and self._tensors_unchanged()
-                and all(
-                    map(is_, map(value_in_class, self._classes, self._class_names, repeat(MISSING)), self._class_values)
-                )
-                and all(map(is_, map(_cell_contents, self._cells), self._cell_values))
-                and all(_identical(entries(container), was) for container, was, _ in self._containers)
-                and all(all(map(is_, map(get, owners), was)) for get, owners, was in self._attributes)
-                and all(same(was, place.get()) for place, was in self._asked)
-                and all(equal_states(state_of(value), was) for value, was, _ in self._states)
-                and all(condition.ask() == condition.answer for condition in self._conditions)
-            )
-        except (ValueError, AttributeError):  # an empty cell, or a deleted attribute
-            return False
+        return (
+            all(map(is_, self._reader.values(), self._values))
+            and not any(self._empty)
+            and list(map(len, self._full)) == self._counts
+            and all(map(is_, chain.from_iterable(map(dict.values, self._full)), self._members))
+            and self._tensors_unchanged()
+            and all(_identical(entries(container), was) for container, was, _ in self._containers)
+            and all(same(was, place.get()) for place, was in self._asked)
+            and all(equal_states(state_of(value), was) for value, was, _ in self._states)
+            and all(condition.ask() == condition.answer for condition in self._conditions)
+        )
 
     def _tensors_unchanged(self) -> bool:
         with DisableTorchFunctionSubclass():  # in processes parameters are of a class with functions of its own
@@ -301,12 +274,7 @@ class Guards:
         retyped = self.retyped()
         if retyped is not None:
             return retyped
-        recorded = [
-            *zip(self._dict_places, self._values),
-            *zip(self._class_places, self._class_values),
-            *zip(self._cell_places, self._cell_values),
-            *self._object_places,
-        ]
+        recorded = [*zip(self._reader.places, self._values), *self._asked]
         for place, before in recorded:
             now = place.get()
             if not same(before, now):
@@ -324,12 +292,8 @@ class Guards:
             answer = condition.ask()
             if answer != condition.answer:
                 return f"{condition.name} was {condition.answer} and is {answer}"
-        self._values = [p.get() for p in self._dict_places]
-        self._class_values = [p.get() for p in self._class_places]
-        self._cell_values = [p.get() for p in self._cell_places]
-        self._object_places = [(p, p.get()) for p, _ in self._object_places]
+        self._values = self._reader.values()
         self._asked = [(p, p.get()) for p, _ in self._asked]
-        self._attributes = [(get, owners, list(map(get, owners))) for get, owners, _ in self._attributes]
         self._containers = [(container, entries(container), path) for container, _, path in self._containers]
         return None
 
@@ -362,7 +326,8 @@ class Guards:
         """True where nothing but `training`, `requires_grad` and quiet conditions have changed: needs no message."""
         values, trained, conditions = self._values, self._trained, self._conditions
         self._values = [
-            place.get() if place.key == "training" else value for place, value in zip(self._dict_places, values)
+            place.get() if isinstance(place.owner, dict) and place.key == "training" else value
+            for place, value in zip(self._reader.places, values)
         ]
         self._trained = list(map(_requires_grad, self._parameters))
         self._conditions = [condition for condition in conditions if not condition.quiet]
@@ -387,4 +352,3 @@ class Guards:
 
 
 _requires_grad, _dtype, _shape = attrgetter("requires_grad"), attrgetter("dtype"), attrgetter("shape")
-_cell_contents = attrgetter("cell_contents")

@@ -22,7 +22,7 @@ from torch import nn
 
 from ..errors import CaptureError, SettingError
 from ..process_runtime import current
-from ..torch_private import modules_of, parameter_table
+from ..torch_private import parameter_table
 from .annotations import check_not_planned
 from .source_lines import user_frame
 
@@ -131,7 +131,7 @@ def one_slice(holder: nn.Module) -> Iterator[None]:
     """Give each stacked parameter the shape of one slice, while a capture is under way."""
     saved: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in modules_of(holder):
+    for module in holder.modules():
         for name, parameter in parameter_table(module).items():
             if parameter is not None and stacked(parameter) is not None:
                 saved.append((parameter_table(module), name, parameter))

@@ -41,7 +41,7 @@ import torch
 from torch import nn
 
 from ..errors import CaptureError
-from ..torch_private import CALLED_INSTEAD, MODULE_TABLES, hooks_of, hooks_of_all_modules, named_modules_of
+from ..torch_private import CALLED_INSTEAD, MODULE_TABLES, hooks_of, hooks_of_all_modules
 from .annotations import Operator
 
 __all__ = [
@@ -179,7 +179,7 @@ def modules_by_path(net: nn.Module, loss_fn: LossFunction | None) -> list[tuple[
         (f"{root}.{path}" if path else root, module)
         for root, whole in (("net", net), ("loss_fn", loss_fn))
         if isinstance(whole, nn.Module)
-        for path, module in named_modules_of(whole)
+        for path, module in whole.named_modules()
     ]
 
 

@@ -7,11 +7,12 @@ one form:
     conv1d(f32[8, 3, 16], f32[4, 3, 5])     computed on the meta device: f32[8, 4, 12]
     conv1d(f32[8, 3, 16], f32[4, 3, 5])     of the next layer: the same
 
-The results of the most frequent operators on contiguous tensors follow from the shapes of these (`operator_results`).
+The results of the most frequent operators on contiguous tensors follow from the shapes (`rules.result_shapes`).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import torch
 
 from ..accelerators import default_device
 from ..graph import map_leaves
-from ..operator_results import VIEWS, result_by_formula
+from ..rules.result_shapes import VIEWS, contiguous_strides, result_by_formula
 from ..torch_private import FakeTensor, FakeTensorMode, no_torch_function, schema_of, shell, storage_id
 
 __all__ = [
@@ -58,7 +59,7 @@ META = torch.device("meta")
 
 #: Torch's own functions: while a model is captured, others are in their places, which note the forward's questions.
 _strides, _offset = torch.Tensor.stride, torch.Tensor.storage_offset
-_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]  # torch declares a bool
+_requires_grad = inspect.getattr_static(torch.Tensor, "requires_grad").__get__
 is_grad_enabled = torch.is_grad_enabled
 
 
@@ -120,16 +121,8 @@ def outline(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool, parameter: bool = False
 ) -> Outline:
     """A contiguous tensor that is an input, a parameter or a buffer of a light run."""
-    return Outline.made((tuple(shape), _contiguous(shape), dtype, device), requires_grad, parameter=parameter)
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    form = tuple(shape), contiguous_strides(tuple(shape)), dtype, device
+    return Outline.made(form, requires_grad, parameter=parameter)
 
 
 def memory_of(tensor: torch.Tensor) -> object:
@@ -330,7 +323,7 @@ def by_formula(
     """The result of an operator by its formula; None where there is none, or an operand is not contiguous."""
     device = tensors[0].device if tensors else META
     shapes = [tuple(x.shape) for x in tensors]
-    if any(x.device != device or _strides(x) != _contiguous(shape) for x, shape in zip(tensors, shapes)):
+    if any(x.device != device or _strides(x) != contiguous_strides(shape) for x, shape in zip(tensors, shapes)):
         return None
     rest = [a for a in args if not isinstance(a, torch.Tensor)]
     found = result_by_formula(target, shapes, [x.dtype for x in tensors], rest, kwargs)
@@ -338,7 +331,9 @@ def by_formula(
         return None
     shape, dtype = found
     grad = dtype.is_floating_point and is_grad_enabled() and any(map(_requires_grad, tensors))
-    return OperatorResult((shape, _contiguous(shape), dtype, device), grad, 0, 0 if target in VIEWS else None, False)
+    return OperatorResult(
+        (shape, contiguous_strides(shape), dtype, device), grad, 0, 0 if target in VIEWS else None, False
+    )
 
 
 def written_names(target: Target) -> tuple[str, ...]:

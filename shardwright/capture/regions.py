@@ -54,7 +54,6 @@ from ..torch_private import (
     TorchDispatchMode,
     in_place_of_checkpoint,
     make_fx,
-    named_modules_of,
     pytree,
     untraced,
     version_of,
@@ -378,7 +377,7 @@ def collect_regions(module: nn.Module, prefix: str = "") -> Iterator[list[Recomp
     entered: list[RecomputeSettings] = []
     token = _ENTERED.set(entered)
     hooks = []
-    for path, sub in named_modules_of(module):
+    for path, sub in module.named_modules():
         settings = vars(sub).get(ATTRIBUTE)
         if settings is not None:
             path = path.removeprefix(prefix).removeprefix(".") or type(sub).__name__

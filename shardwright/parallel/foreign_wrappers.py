@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..capture.annotations import CUT
 from ..errors import SettingError
-from ..torch_private import CALLED_INSTEAD, COMPILER, named_modules_of
+from ..torch_private import CALLED_INSTEAD, COMPILER
 
 __all__ = ["check_inside", "compile_instead", "refuse_class", "watch_wrapping"]
 
@@ -65,7 +65,7 @@ def check_inside(net: nn.Module) -> None:
     Raises:
         SettingError: a module is wrapped; the error names its path.
     """
-    for path, module in named_modules_of(net):
+    for path, module in net.named_modules():
         kind = _kind(type(module))
         if kind is None and _is_compiled(module):
             kind = _KINDS[COMPILER]

@@ -48,6 +48,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..graph import Graph, Recompute
 from ..identity_tables import IdentitySet
+from ..rules.result_shapes import contiguous_strides
 from ..torch_private import FakeTensorMode, pytree, schema_of, storage_id
 from .local_program import (
     GlobalExtreme,
@@ -193,13 +194,8 @@ def _blank(placed: PlacedValue, stride: tuple[int, ...] | None = None) -> Blank:
     """A tensor without values in the place of a placed value."""
     shape = placed.local_shape
     return Blank(
-        shape, _contiguous(shape) if stride is None else stride, placed.value.dtype, placed.value.requires_grad
+        shape, contiguous_strides(shape) if stride is None else stride, placed.value.dtype, placed.value.requires_grad
     )
-
-
-@lru_cache(maxsize=1 << 14)
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 def _of_operator(instruction: LocalOp, env: dict[str, Blank]) -> SavedTensors:

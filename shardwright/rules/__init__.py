@@ -2,6 +2,7 @@
 
 notation             the string of a rule, its factors and their assignment
 registry             operator -> its rule; operators expanded into simpler ones
+result_shapes        shapes and dtypes of an operator's results, by formulas or on the meta device
 user_strategy        cuts or Layouts given by a user -> an assignment, or an error with the reason
 dims                 names of dims, positions in a slice, padding
 pointwise, matmul, spatial, reduction, normalization, loss, attention, shape, indexing, recurrent,

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from ..graph import Op, Value
-from ..torch_private import CROSS_MAP_NORM, BatchNorm, modules_of
+from ..torch_private import CROSS_MAP_NORM, BatchNorm
 from .dims import compound, cut_size, named, operand, operands, whole, wide
 from .notation import Assignment, Bound
 from .registry import Builder, Expansion, Local, Rule, register
@@ -346,7 +346,7 @@ def cumulative_momentum(module: nn.Module) -> Iterator[None]:
     """Make batch norms with momentum None pass on NaN, while active: they would read a number from a tensor's value."""
     changed = [
         m
-        for m in modules_of(module)
+        for m in module.modules()
         if isinstance(m, BatchNorm)
         and m.training
         and m.momentum is None

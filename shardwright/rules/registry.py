@@ -25,10 +25,10 @@ from ..autocast import UnderAutocast, under
 from ..errors import MissingRuleError, RuleError, ShardwrightError, StrategyError
 from ..graph import SEED, Op, Value, values_in
 from ..layout import Digits, Layout
-from ..operator_results import results_of
 from ..redistribution import Window
 from ..torch_private import OpOverload, OpOverloadPacket, overload_of
 from .notation import Assignment, Bound, bind, parse
+from .result_shapes import results_of
 
 __all__ = [
     "Builder",

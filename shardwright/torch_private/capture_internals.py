@@ -24,7 +24,6 @@ from torch import nn
 from torch.utils import checkpoint
 
 from . import version_lookup
-from .module_internals import modules_of
 
 __all__ = [
     "CHECKPOINT_LOGGER",
@@ -325,7 +324,7 @@ def recurrent_weights(module: nn.Module) -> Iterator[None]:
     """
     layers = [
         (layer, layer._flat_weights)
-        for layer in modules_of(module)
+        for layer in module.modules()
         if isinstance(layer, nn.RNNBase) and hasattr(layer, "_flat_weights_names")
     ]
     for layer, _ in layers:

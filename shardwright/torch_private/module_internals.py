@@ -1,8 +1,7 @@
 """Private names of modules: the tables of their parts and of their hooks.
 
 1. Parts of one module: `parameter_table`, `buffer_table`, `module_table`, and all three by kind (`part_tables`).
-2. Modules inside of a module: `modules_of`, `named_modules_of`.
-3. Hooks of one module (`hooks_of`), and those that every module runs (`hooks_of_all_modules`).
+2. Hooks of one module (`hooks_of`), and those that every module runs (`hooks_of_all_modules`).
 
 Example: of ``nn.Sequential(nn.Linear(4, 2))`` the table of submodules has "0", and that of parameters is empty. The
 table of parameters of the submodule has "weight" and "bias".
@@ -28,8 +27,6 @@ __all__ = [
     "hooks_of_all_modules",
     "is_part",
     "module_table",
-    "modules_of",
-    "named_modules_of",
     "parameter_table",
     "part_tables",
 ]
@@ -85,46 +82,6 @@ def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
 def module_table(module: nn.Module) -> dict[str, nn.Module | None]:
     """The direct submodules of a module, by their names."""
     return _table(module, "_modules", "running a planned program")
-
-
-#: The methods that `named_modules_of` and `modules_of` stand for.
-_NAMED_MODULES, _MODULES = nn.Module.named_modules, nn.Module.modules
-
-
-def named_modules_of(module: nn.Module, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
-    """The result of ``module.named_modules()``, in half of its time while a capture watches reads. A class may have a
-    method of its own, which is called then.
-
-    Args:
-        module: the module.
-        remove_duplicate: False: a module with several paths has each of them.
-    """
-    found: list[tuple[str, nn.Module]] = []
-    met: set[nn.Module] = set()
-    waiting = [("", module)]
-    while waiting:
-        path, part = waiting.pop()
-        if type(part).named_modules is not _NAMED_MODULES:
-            return list(module.named_modules(remove_duplicate=remove_duplicate))
-        if remove_duplicate:
-            if part in met:
-                continue
-            met.add(part)
-        found.append((path, part))
-        parts = _attributes(part).get("_modules")
-        if parts is None:
-            parts = module_table(part)
-        if parts:
-            prefix = path + "." if path else ""
-            waiting += [(prefix + name, child) for name, child in reversed(parts.items()) if child is not None]
-    return found
-
-
-def modules_of(module: nn.Module) -> list[nn.Module]:
-    """The result of ``module.modules()``, likewise."""
-    if type(module).modules is not _MODULES:
-        return list(module.modules())
-    return [part for _, part in named_modules_of(module)]
 
 
 #: Number of a hook -> the hook.

@@ -7,15 +7,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from shardwright import operator_results
 from shardwright.capture.outlines import by_formula, computed, form_of_arguments
+from shardwright.rules import result_shapes
 
 aten = torch.ops.aten
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.uint8)
 SIZES = st.sampled_from([1, 1, 2, 3, 5, 8])
-FORMULAS = operator_results._FORMULAS
+FORMULAS = result_shapes._FORMULAS
 
 
 def shapes(least=0, most=4):
@@ -30,7 +30,7 @@ def tensors(draw, shape, dtype):
 
 @st.composite
 def elementwise(draw, target):
-    kinds = (torch.bool, torch.bool, torch.int64) if FORMULAS[target] is operator_results._of_truths else ()
+    kinds = (torch.bool, torch.bool, torch.int64) if FORMULAS[target] is result_shapes._of_truths else ()
     dtype = draw(st.sampled_from(kinds or (*FLOATS, *INTEGERS, torch.bool)))
     shape = draw(shapes())
     x = draw(tensors(shape, dtype))

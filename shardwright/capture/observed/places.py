@@ -36,8 +36,6 @@ __all__ = [
     "same",
     "same_content",
     "spelled",
-    "value_in_class",
-    "value_in_dict",
 ]
 
 
@@ -107,8 +105,15 @@ def place_key(owner: object, key: object) -> tuple[int, object]:
 
 
 #: The value of a key in a dict, whatever methods its own class has; that of a name in the dict of a class.
-value_in_dict: Callable[[dict[object, object], object, object], object] = dict.get
-value_in_class: Callable[[types.MappingProxyType[str, object], str, object], object] = types.MappingProxyType.get
+_value_in_dict: Callable[[dict[object, object], object, object], object] = dict.get
+_value_in_class: Callable[[types.MappingProxyType[str, object], str, object], object] = types.MappingProxyType.get
+
+
+def _value_in_cell(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
 
 
 class GuardedPlace:
@@ -140,17 +145,14 @@ class GuardedPlace:
         """The value of the place; `MISSING` where it is empty."""
         owner = self.owner
         if isinstance(owner, dict):
-            return value_in_dict(owner, self.key, MISSING)
+            return _value_in_dict(owner, self.key, MISSING)
         if self.key is CALLED:
             assert callable(owner)
             return owner()
         if isinstance(owner, type):
             return owner.__dict__.get(str(self.key), MISSING)
         if isinstance(owner, types.CellType):
-            try:
-                return owner.cell_contents
-            except ValueError:
-                return MISSING
+            return _value_in_cell(owner)
         if isinstance(self.key, Entry):
             assert isinstance(owner, MutableMapping)
             return owner.get(self.key.name, MISSING)
@@ -203,29 +205,35 @@ class PlaceReader:
     def __init__(self, places: Collection[GuardedPlace]) -> None:
         of_dicts: list[tuple[GuardedPlace, dict[object, object], object]] = []
         of_classes: list[tuple[GuardedPlace, types.MappingProxyType[str, object], str]] = []
+        of_cells: list[tuple[GuardedPlace, types.CellType]] = []
         of_objects: list[tuple[GuardedPlace, object, str]] = []
         one_by_one = []
         for place in places:
             owner, key = place.owner, place.key
             if isinstance(owner, dict):
                 of_dicts.append((place, owner, key))
-            elif not isinstance(key, str) or key is CALLED or isinstance(owner, types.CellType):
+            elif isinstance(owner, types.CellType):
+                of_cells.append((place, owner))
+            elif not isinstance(key, str) or key is CALLED:
                 one_by_one.append(place)
             elif isinstance(owner, type):
                 of_classes.append((place, vars(owner), key))
             else:
                 of_objects.append((place, owner, key))
-        self.places = [*[p for p, *_ in (*of_dicts, *of_classes, *of_objects)], *one_by_one]
+        groups = (of_dicts, of_classes, of_cells, of_objects)
+        self.places: list[GuardedPlace] = [each[0] for group in groups for each in group] + one_by_one
         self._dicts, self._keys = [owner for _, owner, _ in of_dicts], [key for *_, key in of_dicts]
         self._classes, self._names = [names for _, names, _ in of_classes], [name for *_, name in of_classes]
+        self._cells = [cell for _, cell in of_cells]
         self._objects, self._attributes = [owner for _, owner, _ in of_objects], [name for *_, name in of_objects]
         self._one_by_one = one_by_one
 
     def values(self) -> list[object]:
         """The values of the places; `MISSING` of those that are empty."""
         return [
-            *map(value_in_dict, self._dicts, self._keys, repeat(MISSING)),
-            *map(value_in_class, self._classes, self._names, repeat(MISSING)),
+            *map(_value_in_dict, self._dicts, self._keys, repeat(MISSING)),
+            *map(_value_in_class, self._classes, self._names, repeat(MISSING)),
+            *map(_value_in_cell, self._cells),
             *map(getattr, self._objects, self._attributes, repeat(MISSING)),
             *[place.get() for place in self._one_by_one],
         ]

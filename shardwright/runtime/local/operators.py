@@ -35,13 +35,13 @@ from torch import Tensor
 
 from ...graph import Op, Value, changed, form_of, key_of, leaves_of_type, map_leaves, map_values
 from ...layout import Digit, Layout
-from ...operator_results import results_of
 from ...partition.local_program import LocalOp
 from ...rules import Bound, Rule, bound_rule, find_rule
 from ...rules.loss import SUM
 from ...rules.random_numbers.counter_rng import PLAIN
 from ...rules.random_numbers.dropout import drop, mask_of, scale_of
 from ...rules.registry import POINTWISE
+from ...rules.result_shapes import results_of
 from ...torch_private import OpOverload, overload_name, schema_of, torch_function
 from ..lowering import Node
 from ..profile_ranges import named_when_profiled, profiling, rank_text

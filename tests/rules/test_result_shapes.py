@@ -4,9 +4,9 @@ kernels."""
 import pytest
 import torch
 
-from shardwright import operator_results
 from shardwright.graph import Value
-from shardwright.operator_results import Result, result_by_formula, results_of
+from shardwright.rules import result_shapes
+from shardwright.rules.result_shapes import Result, result_by_formula, results_of
 
 aten = torch.ops.aten
 F, L = torch.float32, torch.int64
@@ -29,8 +29,8 @@ def test_results_of_calls(target, args, kwargs, wanted):
 
 
 def test_a_call_is_found_once(monkeypatch):
-    calls, plain = [], operator_results._computed
-    monkeypatch.setattr(operator_results, "_computed", lambda *call: calls.append(call) or plain(*call))
+    calls, plain = [], result_shapes._computed
+    monkeypatch.setattr(result_shapes, "_computed", lambda *call: calls.append(call) or plain(*call))
     for name in ("a", "b"):
         x = Value(name, (7, 11, 13), F)
         assert results_of(aten.relu.default, (x,), {}) == (Result((7, 11, 13), F),)

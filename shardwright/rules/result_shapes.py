@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from .graph import Value, key_of, map_values, values_in
+from ..graph import Value, key_of, map_values, values_in
 
-__all__ = ["VIEWS", "Result", "result_by_formula", "results_of"]
+__all__ = ["VIEWS", "Result", "contiguous_strides", "result_by_formula", "results_of"]
 
 aten = torch.ops.aten
 
@@ -39,6 +40,16 @@ _Found = tuple[_Shape, torch.dtype] | None
 _Formula = Callable[[Sequence[_Shape], torch.dtype, Sequence[object]], _Found]
 
 _INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})
+
+
+@lru_cache(maxsize=1 << 14)
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 def result_by_formula(
