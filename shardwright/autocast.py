@@ -205,14 +205,16 @@ def casts_of(target: object, args: tuple[object, ...], kwargs: dict[str, object]
     """
     leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=lambda x: isinstance(x, Like))
     try:
-        # the types are part of the cache's key, in which 1, 1.0 and True are equal
-        return _casts(target, tuple(leaves), spec, tuple(map(type, leaves)), state)
+        # Types are part of the cache's key, in which 1, 1.0 and True are equal; so is the dtype of a quotient of integers.
+        return _casts(target, tuple(leaves), spec, (torch.get_default_dtype(), *map(type, leaves)), state)
     except TypeError:  # an argument without a hash
         return _casts.__wrapped__(target, tuple(leaves), spec, (), state)
 
 
 @lru_cache(maxsize=1 << 12)
-def _casts(target: object, leaves: tuple[object, ...], spec: object, kinds: tuple[type, ...], state: Autocast) -> Casts:
+def _casts(
+    target: object, leaves: tuple[object, ...], spec: object, kinds: tuple[object, ...], state: Autocast
+) -> Casts:
     likes = [x for x in leaves if isinstance(x, Like)]
     plain = (None,) * len(likes)
     call = _Call(target, leaves, spec, state)

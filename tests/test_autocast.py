@@ -433,3 +433,23 @@ def test_vmap_under_autocast() -> None:
     for around in (contextlib.nullcontext(), torch.autocast("cpu", BF16)):
         with around:
             near(parallel(copy.deepcopy(net), devices=4)(x), one(x), BF16)
+
+
+@pytest.mark.parametrize("first", [torch.float32, torch.float64])
+def test_quotients_of_integers_have_the_default_dtype(first: torch.dtype) -> None:
+    """What autocast makes of a call is remembered for one default dtype."""
+
+    class Quotient(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x / 2
+
+    x = torch.arange(8)
+    try:
+        for dtype in (first, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            with torch.autocast("cpu", BF16):
+                assert kinds(capture(Quotient(), (x,))) == [("div", dtype)]
+                model = parallel(Quotient(), devices=4)
+                assert torch.equal(model(x), x / 2) and model(x).dtype == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)

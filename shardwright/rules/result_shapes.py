@@ -100,7 +100,8 @@ def results_of(
     Raises:
         Exception: of any kind, from a kernel that does not support the call.
     """
-    key = target, key_of((args, kwargs), lambda x: Result(x.shape, x.dtype) if type(x) is Value else x)
+    called = key_of((args, kwargs), lambda x: Result(x.shape, x.dtype) if type(x) is Value else x)
+    key = target, called, torch.get_default_dtype()  # the dtype of a quotient of integers
     known = _RESULTS.get(key)
     if known is None:
         if len(_RESULTS) >= MOST_RESULTS:
