@@ -205,7 +205,7 @@ def casts_of(target: object, args: tuple[object, ...], kwargs: dict[str, object]
     """
     leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=lambda x: isinstance(x, Like))
     try:
-        # Types are part of the cache's key, in which 1, 1.0 and True are equal; so is the dtype of a quotient of integers.
+        # The key tells 1, 1.0 and True apart by their types. A quotient of integers has the default dtype.
         return _casts(target, tuple(leaves), spec, (torch.get_default_dtype(), *map(type, leaves)), state)
     except TypeError:  # an argument without a hash
         return _casts.__wrapped__(target, tuple(leaves), spec, (), state)

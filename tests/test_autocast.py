@@ -437,7 +437,7 @@ def test_vmap_under_autocast() -> None:
 
 @pytest.mark.parametrize("first", [torch.float32, torch.float64])
 def test_quotients_of_integers_have_the_default_dtype(first: torch.dtype) -> None:
-    """What autocast makes of a call is remembered for one default dtype."""
+    """The casts of a call are remembered for one default dtype."""
 
     class Quotient(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
